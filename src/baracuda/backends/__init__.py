@@ -1,0 +1,1 @@
+"""Backends: each offers kernels, the registry chooses among them."""

@@ -1,0 +1,287 @@
+"""The numerical contract as runnable torch code: the oracle every other backend is compared with, bit for bit.
+
+Each tensor is seen through the problem's view, `[repeat, rows, run, inner]`, and its scales as `[rows, 1, inner]`, so
+one line of broadcasting serves every scope. Nothing here is clever and nothing is fast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ..packing import pack_int4, unpack_int4
+from ..problem import Problem, activation_problem
+from ..types import MAX_ZERO_POINT, Arithmetic, BackendKind, DynamicRangeMode, ElementKind, QuantizeKind
+from .registry import Kernel, Launch, Value
+
+# -- the formulas ------------------------------------------------------------------------------------------------
+
+
+def divide(x: Tensor, scale: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """x / scale, correctly rounded, or x * (1/scale) on request."""
+    return x * (1 / scale) if arithmetic is Arithmetic.RECIPROCAL else x / scale
+
+
+def steps(x: Tensor, scale: Tensor, arithmetic: Arithmetic) -> Tensor:
+    """t = rint(x / scale): the distance from zero in whole steps, ties to even, not yet clamped."""
+    return torch.round(divide(x, scale, arithmetic))
+
+
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> Tensor:
+    """Clamped as a float, so nothing overflows; fmax takes the bound when t is NaN, so NaN becomes q_min."""
+    low, high = bounds(zero_point, p)
+    t = torch.fmin(torch.fmax(steps(x, scale, p.arithmetic), low), high)
+    return t.to(torch.int32) + zero_point
+
+
+def bounds(zero_point: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
+    math = p.element.math.dtype
+    return (p.q_min - zero_point).to(math), (p.q_max - zero_point).to(math)
+
+
+def in_range(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> Tensor:
+    """Where the gradient passes: the same t as forward, both ends included, NaN outside."""
+    low, high = bounds(zero_point, p)
+    t = steps(x, scale, p.arithmetic)
+    return (low <= t) & (t <= high)
+
+
+def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+    return (q - zero_point).to(scale.dtype) * scale
+
+
+def choose_qparams(x: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
+    """The stored scale and the zero point of every segment, as `[rows, 1, inner]`."""
+    view = p.view
+    shape = (view.rows, 1, view.inner)
+    if view.segment_length == 0:
+        scale = torch.ones(shape, dtype=p.scale_element.dtype, device=x.device)
+        return scale, torch.full_like(scale, _empty_zero_point(p), dtype=torch.int32)
+    low = x.amin(dim=(0, 2)).view(shape)
+    high = x.amax(dim=(0, 2)).view(shape)
+    if p.mode is DynamicRangeMode.SYMMETRIC:
+        amax = torch.maximum(low.abs(), high.abs())
+        scale = stored_scale(amax / as_tensor(p.q_max, x.dtype, x.device), amax == 0, p)
+        return scale, torch.zeros(shape, dtype=torch.int32, device=x.device)
+
+    with_zero = (low.clamp(max=0), high.clamp(min=0))
+    if p.include_zero:
+        low, high = with_zero
+    scale = asymmetric_scale(low, high, p)
+    # Far from zero the literal formula's zero point would swallow the data: such a segment includes zero.
+    far = (low / scale.to(low.dtype)).abs() > 2.0**22
+    low, high = torch.where(far, with_zero[0], low), torch.where(far, with_zero[1], high)
+    scale = asymmetric_scale(low, high, p)
+    t = steps(low, scale.to(low.dtype), p.arithmetic).nan_to_num(nan=0.0)
+    zero_point = (p.q_min - t).clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
+    return scale, zero_point
+
+
+def asymmetric_scale(low: Tensor, high: Tensor, p: Problem) -> Tensor:
+    width, levels = high - low, p.q_max - p.q_min
+    halved = (high * 0.5 - low * 0.5) / as_tensor(levels / 2, low.dtype, low.device)
+    scale = torch.where(width.isinf(), halved, width / as_tensor(levels, low.dtype, low.device))
+    return stored_scale(torch.where(low == high, low.abs(), scale), (low == 0) & (high == 0), p)
+
+
+def stored_scale(scale: Tensor, all_zero: Tensor, p: Problem) -> Tensor:
+    """Rounded to its storage type first, then kept away from zero; an all-zero segment gets 1."""
+    kind = p.scale_element
+    floored = scale.to(kind.dtype).clamp(min=kind.smallest_scale)
+    return canonical(floored.masked_fill(all_zero, 1.0))
+
+
+def linear(acc: Tensor, scale_a: Tensor, scale_w: Tensor, bias: Tensor | None, math: torch.dtype) -> Tensor:
+    """((acc * scale_a) * scale_w) + bias, left to right, each step rounded."""
+    y = (acc.to(math) * scale_a.to(math)) * scale_w.to(math)
+    return y if bias is None else y + bias.to(math)
+
+
+def canonical(y: Tensor) -> Tensor:
+    """Every NaN becomes the one quiet NaN, whatever the hardware made of sign and payload."""
+    return y.masked_fill(y.isnan(), float("nan"))
+
+
+def as_tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A number becomes a tensor on the device: torch divides by a host scalar through its reciprocal on CUDA."""
+    if isinstance(value, Tensor):
+        return value.to(dtype)
+    return torch.full((), 0 if value is None else value, dtype=dtype, device=device)
+
+
+def _empty_zero_point(p: Problem) -> int:
+    return 0 if p.mode is DynamicRangeMode.SYMMETRIC else p.q_min
+
+
+# -- from operands to formulas and back --------------------------------------------------------------------------
+
+
+class _Seen:
+    """The operands of a problem, each in its math type and through the problem's view."""
+
+    def __init__(self, p: Problem, device: torch.device) -> None:
+        self.p, self.view, self.device = p, p.view, device
+        self.math = p.element.math.dtype
+
+    def float(self, x: Value) -> Tensor:
+        return cast(Tensor, x).reshape(self.view.shape).to(self.math)
+
+    def integer(self, q: Value) -> Tensor:
+        q = cast(Tensor, q)
+        if self.p.quantized.is_packed:
+            q = unpack_int4(q, self.p.quantized, self.p.shape[-1] if self.p.shape else None)
+        return q.reshape(self.view.shape).to(torch.int32)
+
+    def scale(self, scale: Value) -> Tensor:
+        return self._segments(scale, self.math)
+
+    def zero_point(self, zero_point: Value) -> Tensor:
+        return self._segments(zero_point, torch.int32).clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT)
+
+    def _segments(self, value: Value, dtype: torch.dtype) -> Tensor:
+        tensor = as_tensor(value, dtype, self.device)
+        return tensor.reshape(self.view.rows, 1, self.view.inner) if isinstance(value, Tensor) else tensor
+
+    def write_float(self, y: Tensor, out: Value) -> None:
+        cast(Tensor, out).copy_(canonical(y.to(self.p.element.dtype)).view(self.p.shape))
+
+    def write_integer(self, q: Tensor, out: Value) -> None:
+        q = q.view(self.p.shape)
+        cast(Tensor, out).copy_(pack_int4(q, self.p.quantized) if self.p.quantized.is_packed else q)
+
+
+Body = Callable[[_Seen, tuple[Value, ...]], None]
+
+
+def _quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, scale, zero_point, output = operands
+    see.write_integer(quantize(see.float(x), see.scale(scale), see.zero_point(zero_point), see.p), output)
+
+
+def _dequantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    q, scale, zero_point, output = operands
+    see.write_float(dequantize(see.integer(q), see.scale(scale), see.zero_point(zero_point)), output)
+
+
+def _fake_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, s, zp, output = operands
+    scale, zero_point = see.scale(s), see.zero_point(zp)
+    see.write_float(dequantize(quantize(see.float(x), scale, zero_point, see.p), scale, zero_point), output)
+
+
+def _quantize_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, dy, s, zero_point, dx = operands
+    scale = see.scale(s)
+    mask = in_range(see.float(x), scale, see.zero_point(zero_point), see.p)
+    see.write_float(torch.where(mask, divide(see.float(dy), scale, see.p.arithmetic), 0.0), dx)
+
+
+def _dequantize_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
+    _, dy, scale, _, dx = operands
+    see.write_float(see.float(dy) * see.scale(scale), dx)
+
+
+def _fake_quantize_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, dy, scale, zero_point, dx = operands
+    mask = in_range(see.float(x), see.scale(scale), see.zero_point(zero_point), see.p)
+    see.write_float(torch.where(mask, see.float(dy), 0.0), dx)
+
+
+def _dynamic_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, scale_out, zero_point_out, output = operands
+    scale, zero_point = choose_qparams(see.float(x), see.p)
+    see.write_integer(quantize(see.float(x), scale.to(see.math), zero_point, see.p), output)
+    _write_qparams(see.p, scale, zero_point, scale_out, zero_point_out)
+
+
+def _choose_qparams(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, scale_out, zero_point_out = operands
+    _write_qparams(see.p, *choose_qparams(see.float(x), see.p), scale_out, zero_point_out)
+
+
+def _write_qparams(p: Problem, scale: Tensor, zero_point: Tensor, scale_out: Value, zero_point_out: Value) -> None:
+    cast(Tensor, scale_out).copy_(scale.view(p.segment_shape))
+    if zero_point_out is not None:
+        cast(Tensor, zero_point_out).copy_(zero_point.view(p.segment_shape))
+
+
+def _quantized_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, weight_q, weight_scale, bias, _, act_q_scratch, act_scale_scratch, output = operands
+    activation = activation_problem(see.p)
+    rows = _Seen(activation, see.device)
+    scale, zero_point = choose_qparams(rows.float(x), activation)
+    act_q = quantize(rows.float(x), scale.to(see.math), zero_point, activation)
+    if act_q_scratch is not None:
+        rows.write_integer(act_q, act_q_scratch)
+    if act_scale_scratch is not None:
+        _write_qparams(activation, scale, zero_point, act_scale_scratch, None)
+    m = see.p.shape[0]
+    scale, zero_point = scale.view(m, 1), zero_point.view(m, 1)
+    _matmul(see, act_q.view(activation.shape), scale, zero_point, weight_q, weight_scale, bias, output)
+
+
+def _smoothquant_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
+    act_q, act_scale, act_zero_point, weight_q, weight_scale, bias, _, output = operands
+    kind = see.p.quantized
+    scale = as_tensor(act_scale, see.math, see.device)
+    zero_point = as_tensor(act_zero_point, torch.int32, see.device).clamp(kind.q_min, kind.q_max)
+    _matmul(see, cast(Tensor, act_q), scale, zero_point, weight_q, weight_scale, bias, output)
+
+
+def _matmul(
+    see: _Seen,
+    act_q: Tensor,
+    scale_a: Tensor,
+    zero_point: Tensor,
+    weight_q: Value,
+    weight_scale: Value,
+    bias: Value,
+    output: Value,
+) -> None:
+    """The integer sums are exact in f64: below 2**53 for every K that fits in memory, and it runs on every device."""
+    weight = cast(Tensor, weight_q)
+    if see.p.weight.is_packed:
+        weight = unpack_int4(weight, see.p.weight, see.p.shape[2])
+    centred = (act_q.to(torch.int32) - zero_point).to(torch.float64)
+    acc = centred @ weight.to(torch.float64).T
+    scale_w = as_tensor(weight_scale, see.math, see.device)
+    y = linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math)
+    cast(Tensor, output).copy_(canonical(y.to(see.p.element.dtype)))
+
+
+_BODIES: dict[QuantizeKind, Body] = {
+    QuantizeKind.QUANTIZE: _quantize,
+    QuantizeKind.DEQUANTIZE: _dequantize,
+    QuantizeKind.FAKE_QUANTIZE: _fake_quantize,
+    QuantizeKind.QUANTIZE_BACKWARD: _quantize_backward,
+    QuantizeKind.DEQUANTIZE_BACKWARD: _dequantize_backward,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: _fake_quantize_backward,
+    QuantizeKind.DYNAMIC_QUANTIZE: _dynamic_quantize,
+    QuantizeKind.CHOOSE_QPARAMS: _choose_qparams,
+    QuantizeKind.QUANTIZED_LINEAR: _quantized_linear,
+    QuantizeKind.SMOOTHQUANT_LINEAR: _smoothquant_linear,
+}
+
+
+def _bind(problem: Problem, device: torch.device) -> Launch:
+    body, see = _BODIES[problem.op], _Seen(problem, device)
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        body(see, operands)
+
+    return launch
+
+
+KERNELS = (
+    Kernel(
+        name="torch",
+        backend=BackendKind.REFERENCE,
+        ops=frozenset(_BODIES),
+        declines=lambda problem, device: None,
+        bind=_bind,
+        strides="any",
+    ),
+)

@@ -1,0 +1,127 @@
+"""The registry: an ordered list of kernels, a choice among them, and the reasons of those that declined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from ..problem import OPS, Problem
+from ..types import (
+    BackendKind,
+    ElementKind,
+    KernelSku,
+    MathPrecision,
+    OpCategory,
+    PlanPreference,
+    PrecisionGuarantee,
+    QuantizeKind,
+)
+
+#: What a launch is handed for one operand.
+Value = Tensor | float | int | None
+
+
+class Launch(Protocol):
+    """A kernel bound to one problem. Operands come in the order of the op's row and have been checked."""
+
+    def __call__(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None: ...
+
+
+#: Strides a kernel takes in place: any; row-strided inputs (all axes but the first collapse); contiguous tensors only.
+Strides = Literal["any", "rows", "contiguous"]
+
+
+def contract(problem: Problem) -> PrecisionGuarantee:
+    """The numerical contract's guarantee: a kernel that keeps it says so, one that cannot declines."""
+    f64 = problem.element is ElementKind.F64
+    integer_sums = OPS[problem.op].category is OpCategory.GEMM
+    return PrecisionGuarantee(
+        math_precision=MathPrecision.F64 if f64 else MathPrecision.F32,
+        accumulator=ElementKind.S32 if integer_sums else problem.element.math,
+    )
+
+
+def _no_workspace(problem: Problem, device: torch.device) -> int:
+    return 0
+
+
+def _no_detail(problem: Problem, device: torch.device) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Why it declines a problem, how much workspace it needs, what it guarantees, and how it is launched."""
+
+    name: str
+    backend: BackendKind
+    ops: frozenset[QuantizeKind]
+    declines: Callable[[Problem, torch.device], str | None]
+    bind: Callable[[Problem, torch.device], Launch]
+    workspace: Callable[[Problem, torch.device], int] = _no_workspace
+    guarantee: Callable[[Problem], PrecisionGuarantee] = contract
+    #: The instruction set or architecture it runs on, for `plan.sku()`.
+    arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
+    epilogue: Callable[[Problem, torch.device], str | None] = _no_detail
+    strides: Strides = "contiguous"
+
+    def sku(self, problem: Problem, device: torch.device) -> KernelSku:
+        return KernelSku(
+            category=OPS[problem.op].category,
+            op=problem.op,
+            element=problem.element,
+            aux_element=problem.quantized,
+            layout=str(problem.scope),
+            epilogue=self.epilogue(problem, device),
+            arch=self.arch(device),
+            backend=self.backend,
+            kernel=self.name,
+            precision_guarantee=self.guarantee(problem),
+        )
+
+
+#: Fastest first. Each module is imported when a device it serves is first asked for, and offers `KERNELS`.
+BACKENDS: dict[BackendKind, str] = {
+    BackendKind.REFERENCE: "baracuda.backends.reference",
+}
+
+
+def kernels(backend: BackendKind) -> tuple[Kernel, ...]:
+    """The kernels of one backend, most preferred first."""
+    loaded: tuple[Kernel, ...] = import_module(BACKENDS[backend]).KERNELS
+    return loaded
+
+
+def candidates(problem: Problem, device: torch.device, preference: PlanPreference) -> Iterator[tuple[Kernel, str | None]]:
+    """Every kernel for this op in order of preference, with the reason it declines, or None."""
+    for backend in BACKENDS:
+        for kernel in kernels(backend):
+            if problem.op not in kernel.ops:
+                continue
+            if preference.prefer_backend not in (None, backend):
+                yield kernel, f"prefer_backend is {preference.prefer_backend.name}"  # type: ignore[union-attr]
+                continue
+            yield kernel, kernel.declines(problem, device) or _over_budget(kernel, problem, device, preference)
+
+
+def choose(problem: Problem, device: torch.device, preference: PlanPreference | None = None) -> Kernel:
+    """The first kernel that takes the problem; when none does, every reason is raised."""
+    reasons: dict[str, str] = {}
+    for kernel, reason in candidates(problem, device, preference or PlanPreference()):
+        if reason is None:
+            return kernel
+        reasons[f"{kernel.backend.value}.{kernel.name}"] = reason
+    raise Unsupported(f"no kernel takes {problem} on {device}:", reasons)
+
+
+def _over_budget(kernel: Kernel, problem: Problem, device: torch.device, preference: PlanPreference) -> str | None:
+    limit = preference.max_workspace_bytes
+    if limit is None or (needed := kernel.workspace(problem, device)) <= limit:
+        return None
+    return f"needs {needed} bytes of workspace, max_workspace_bytes is {limit}"

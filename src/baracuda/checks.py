@@ -1,0 +1,147 @@
+"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .backends.registry import Strides, Value
+from .errors import InvalidProblem
+from .problem import OPS, Problem
+from .scope import Shape
+from .types import DynamicRangeMode
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """One operand of one problem, its rules worked out."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: Shape
+    output: bool
+    optional: bool
+    number: Callable[[Problem, object], None] | None
+
+
+class Checker:
+    """Raises InvalidProblem for the first operand that does not fit the problem."""
+
+    def __init__(self, problem: Problem, device: torch.device, strides: Strides) -> None:
+        row = OPS[problem.op]
+        self.problem, self.device, self.strides = problem, device, strides
+        self.elementwise = row.elementwise
+        needs_zero_point = row.dynamic and problem.mode is DynamicRangeMode.ASYMMETRIC
+        self.expected = tuple(
+            _Expected(
+                operand.name,
+                tuple(kind.dtype for kind in operand.elements(problem)),
+                operand.shape(problem),
+                operand.output,
+                operand.optional and not (needs_zero_point and operand.name == "zero_point_out"),
+                operand.number,
+            )
+            for operand in row.operands
+        )
+
+    def __call__(self, operands: tuple[Value, ...]) -> None:
+        device, strided = self.device, False
+        for value, expected in zip(operands, self.expected, strict=True):
+            if isinstance(value, Tensor):
+                if (
+                    value.dtype not in expected.dtypes
+                    or value.shape != expected.shape
+                    or value.device != device
+                    or value.layout is not torch.strided
+                ):
+                    self._reject_tensor(value, expected)
+                if not value.is_contiguous():
+                    strided = True
+                    self._check_strides(value, expected)
+            elif value is None and expected.optional:
+                pass
+            elif expected.number is not None and value is not None:
+                expected.number(self.problem, value)
+            else:
+                raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
+        self._check_overlap(operands, strided)
+
+    def _where(self, expected: _Expected) -> str:
+        return f"{self.problem.op.value}: {expected.name}"
+
+    def _reject_tensor(self, value: Tensor, expected: _Expected) -> None:
+        where = self._where(expected)
+        if value.dtype not in expected.dtypes:
+            raise InvalidProblem(f"{where}: expected {_describe(expected)}, got {value.dtype}; convert it with .to()")
+        if value.shape != expected.shape:
+            raise InvalidProblem(f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}")
+        if value.device != self.device:
+            raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it there")
+        raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
+
+    def _check_strides(self, value: Tensor, expected: _Expected) -> None:
+        if expected.output and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
+            raise InvalidProblem(f"{self._where(expected)}: expected memory of its own for each element, got an expanded tensor")
+        if self.strides == "any":
+            return
+        if self.strides == "rows" and not expected.output and row_stride(value) is not None:
+            return
+        accepted = "contiguous or row-strided" if self.strides == "rows" and not expected.output else "contiguous"
+        raise InvalidProblem(
+            f"{self._where(expected)}: this kernel takes {accepted} tensors, got strides {list(value.stride())} "
+            f"for shape {list(value.shape)}; call .contiguous(), or the function instead of the plan"
+        )
+
+    def _check_overlap(self, operands: tuple[Value, ...], strided: bool) -> None:
+        """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
+        spans = [
+            (value.data_ptr(), _extent(value) if strided else value.nbytes, value, expected)
+            for value, expected in zip(operands, self.expected, strict=True)
+            if isinstance(value, Tensor)
+        ]
+        for i, (start, length, out, expected) in enumerate(spans):
+            if not expected.output:
+                continue
+            for j, (other_start, other_length, other, other_expected) in enumerate(spans):
+                if i == j or start >= other_start + other_length or other_start >= start + length:
+                    continue
+                if self.elementwise and start == other_start and out.dtype == other.dtype and out.stride() == other.stride():
+                    continue
+                if length and other_length:
+                    raise InvalidProblem(
+                        f"{self._where(expected)} overlaps {other_expected.name} in memory; give it memory of its own"
+                    )
+
+
+def row_stride(value: Tensor) -> int | None:
+    """The distance between the rows of a tensor whose last axis is dense and whose rows are evenly spaced, or None."""
+    shape, strides = value.shape, value.stride()
+    if not shape or (strides[-1] != 1 and shape[-1] > 1):
+        return None
+    expected: int | None = None
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return None
+        if expected is None:
+            row = stride
+        expected = stride * size
+    return shape[-1] if expected is None else row
+
+
+def _extent(value: Tensor) -> int:
+    """The bytes from the first element to behind the last."""
+    if value.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
+def _describe(expected: _Expected) -> str:
+    dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in expected.dtypes))
+    number = "a number or " if expected.number is not None else ""
+    return f"{number}a {dtypes} tensor of shape {list(expected.shape)}"

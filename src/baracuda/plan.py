@@ -1,0 +1,121 @@
+"""Plan: chosen once for a problem, then run many times without choosing, allocating or synchronising anything."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from .backends.registry import Value, choose
+from .checks import Checker
+from .errors import BaracudaError, InvalidProblem, WorkspaceTooSmall
+from .problem import OPS, Problem
+from .types import KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
+
+#: Where a workspace must start; torch's own allocations always do.
+WORKSPACE_ALIGNMENT = 16
+
+
+class Descriptor(Protocol):
+    """A frozen description that lowers itself to a Problem."""
+
+    def problem(self, op: QuantizeKind) -> Problem: ...
+
+
+class SelectedPlan:
+    """A problem, the kernel chosen for it, and the checks that stand before it."""
+
+    def __init__(self, problem: Problem, device: torch.device, preference: PlanPreference | None = None) -> None:
+        self.problem, self.device = problem, device
+        self.kernel = choose(problem, device, preference)
+        self._check = Checker(problem, device, self.kernel.strides)
+        self._launch = self.kernel.bind(problem, device)
+        self._workspace_size = self.kernel.workspace(problem, device)
+
+    def workspace_size(self) -> int:
+        """Bytes of workspace `run` needs."""
+        return self._workspace_size
+
+    def sku(self) -> KernelSku:
+        """The identity of the selected kernel."""
+        return self.kernel.sku(self.problem, self.device)
+
+    def precision_guarantee(self) -> PrecisionGuarantee:
+        """What the result's bits can be relied on for."""
+        return self.kernel.guarantee(self.problem)
+
+    def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
+        """Check and run, with the operands in the order of the op's row."""
+        self._check(operands)
+        if self._workspace_size:
+            self._check_workspace(workspace)
+        self._launch(operands, workspace)
+
+    def _check_workspace(self, workspace: Tensor | None) -> None:
+        if workspace is None:
+            raise WorkspaceTooSmall(self._workspace_size, 0)
+        if workspace.device != self.device or not workspace.is_contiguous():
+            raise InvalidProblem(f"workspace: expected a contiguous tensor on {self.device}, got one on {workspace.device}")
+        if workspace.nbytes < self._workspace_size:
+            raise WorkspaceTooSmall(self._workspace_size, workspace.nbytes)
+        if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
+            raise InvalidProblem(f"workspace: expected an address divisible by {WORKSPACE_ALIGNMENT}; do not slice it")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.problem}, {self.kernel.backend.value}.{self.kernel.name} on {self.device})"
+
+
+D = TypeVar("D", bound=Descriptor)
+A = TypeVar("A")
+
+
+class Plan(SelectedPlan, Generic[D, A]):
+    """Base of the named plans, which declare an op, a descriptor and its arguments, and nothing else."""
+
+    op: ClassVar[QuantizeKind]
+    _from_args: ClassVar[attrgetter[tuple[Any, ...]]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._from_args = attrgetter(*(operand.name for operand in OPS[cls.op].operands))
+
+    def __init__(self, desc: D, device: torch.device, preference: PlanPreference | None = None) -> None:
+        super().__init__(desc.problem(self.op), device, preference)
+        self.descriptor = desc
+
+    @classmethod
+    def select(
+        cls, desc: D, preference: PlanPreference | None = None, *, device: torch.device | str | None = None
+    ) -> Self:
+        """Choose a kernel for `desc` on `device` (torch's default device unless given)."""
+        return cls(desc, resolve_device(device), preference)
+
+    def operands(self, args: A) -> tuple[Value, ...]:
+        """The arguments in the order of the op's row."""
+        return type(self)._from_args(args)
+
+    def can_implement(self, args: A) -> Support:
+        """Truthy, or falsy with the reason `run` would raise. Touches no data."""
+        try:
+            self._check(self.operands(args))
+        except BaracudaError as error:
+            return Support(str(error))
+        return Support()
+
+    def run(self, args: A, workspace: Tensor | None = None, *, stream: torch.cuda.Stream | None = None) -> None:
+        """Launch on torch's current stream, or on `stream`."""
+        if stream is None:
+            self.launch(self.operands(args), workspace)
+        else:
+            with torch.cuda.stream(stream):
+                self.launch(self.operands(args), workspace)
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """A device as tensors report it: a CUDA device always has its index."""
+    resolved = torch.get_default_device() if device is None else torch.device(device)
+    if resolved.type == "cuda" and resolved.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return resolved

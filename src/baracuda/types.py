@@ -1,0 +1,174 @@
+"""The values everything else is made of: element kinds, modes, and what a plan says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from .errors import InvalidProblem
+
+#: The largest magnitude of a zero point: `q - zero_point` stays an exact f32 integer for every 8-bit q.
+MAX_ZERO_POINT = 2**24 - 256
+
+
+class ElementKind(Enum):
+    """What one element of a tensor is. Pass the member, its torch dtype or its name: they are the same."""
+
+    F16 = "f16"
+    BF16 = "bf16"
+    F32 = "f32"
+    F64 = "f64"
+    S8 = "s8"
+    U8 = "u8"
+    S4 = "s4"
+    U4 = "u4"
+    S32 = "s32"
+
+    dtype: torch.dtype
+    bits: int
+    #: The least and the greatest storable value of an integer kind.
+    q_min: int
+    q_max: int
+    #: Below this a stored scale is raised, so that 1/scale and x/scale stay useful.
+    smallest_scale: float
+
+    @classmethod
+    def of(cls, value: object) -> ElementKind:
+        """The kind that a member, a torch dtype or a name such as "s8" or "bfloat16" stands for."""
+        kind = _KINDS.get(value) if value.__hash__ is not None else None
+        if kind is None:
+            raise InvalidProblem(
+                f"expected an element kind (one of {', '.join(k.value for k in cls)}), "
+                f"its torch dtype or its name, got {value!r}"
+            )
+        return kind
+
+    @property
+    def is_float(self) -> bool:
+        return self in FLOATS
+
+    @property
+    def is_packed(self) -> bool:
+        """Two elements share a byte along the last axis."""
+        return self.bits == 4
+
+    @property
+    def math(self) -> ElementKind:
+        """The type the arithmetic is done in: f64 for f64, f32 for every narrower float."""
+        return ElementKind.F64 if self is ElementKind.F64 else ElementKind.F32
+
+    def __repr__(self) -> str:
+        return f"ElementKind.{self.name}"
+
+
+_ATTRIBUTES: dict[ElementKind, tuple[torch.dtype, int, int, int, float, str]] = {
+    ElementKind.F16: (torch.float16, 16, 0, 0, 2.0**-24, "float16"),
+    ElementKind.BF16: (torch.bfloat16, 16, 0, 0, 2.0**-126, "bfloat16"),
+    ElementKind.F32: (torch.float32, 32, 0, 0, 2.0**-126, "float32"),
+    ElementKind.F64: (torch.float64, 64, 0, 0, 2.0**-1022, "float64"),
+    ElementKind.S8: (torch.int8, 8, -128, 127, 0.0, "int8"),
+    ElementKind.U8: (torch.uint8, 8, 0, 255, 0.0, "uint8"),
+    ElementKind.S4: (torch.uint8, 4, -8, 7, 0.0, "int4"),
+    ElementKind.U4: (torch.uint8, 4, 0, 15, 0.0, "uint4"),
+    ElementKind.S32: (torch.int32, 32, -(2**31), 2**31 - 1, 0.0, "int32"),
+}
+_KINDS: dict[object, ElementKind] = {}
+for _kind, (_dtype, _bits, _low, _high, _smallest, _long_name) in _ATTRIBUTES.items():
+    _kind.dtype, _kind.bits, _kind.q_min, _kind.q_max = _dtype, _bits, _low, _high
+    _kind.smallest_scale = _smallest
+    _KINDS |= {_kind: _kind, _kind.value: _kind, _long_name: _kind}
+    _KINDS.setdefault(_dtype, _kind)  # torch.uint8 is u8, not the packed kinds that are stored in it
+
+FLOATS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64)
+INTEGERS = (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
+
+
+class MathPrecision(Enum):
+    F32 = "f32"
+    F64 = "f64"
+
+
+class OpCategory(Enum):
+    QUANTIZATION = "quantization"
+    GEMM = "gemm"
+
+
+class QuantizeKind(Enum):
+    """The operations of the family: one row each in `problem.OPS`."""
+
+    QUANTIZE = "quantize"
+    DEQUANTIZE = "dequantize"
+    FAKE_QUANTIZE = "fake_quantize"
+    QUANTIZE_BACKWARD = "quantize_backward"
+    DEQUANTIZE_BACKWARD = "dequantize_backward"
+    FAKE_QUANTIZE_BACKWARD = "fake_quantize_backward"
+    DYNAMIC_QUANTIZE = "dynamic_quantize"
+    CHOOSE_QPARAMS = "choose_qparams"
+    QUANTIZED_LINEAR = "quantized_linear"
+    SMOOTHQUANT_LINEAR = "smoothquant_linear"
+
+
+class BackendKind(Enum):
+    REFERENCE = "reference"
+    CPU = "cpu"
+    TRITON = "triton"
+
+
+class Arithmetic(Enum):
+    """How x meets its scale. DIVIDE is ONNX's QuantizeLinear, RECIPROCAL is torch.fake_quantize_*."""
+
+    DIVIDE = "divide"
+    RECIPROCAL = "reciprocal"
+
+
+class DynamicRangeMode(Enum):
+    SYMMETRIC = "symmetric"
+    ASYMMETRIC = "asymmetric"
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionGuarantee:
+    """What a plan promises about its bits; the tests try to falsify every field."""
+
+    math_precision: MathPrecision
+    accumulator: ElementKind
+    bit_stable_on_same_hardware: bool = True
+    deterministic: bool = True
+    #: The result has the bits of the reference backend, on any device.
+    matches_reference: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSku:
+    """The identity of the kernel a plan selected."""
+
+    category: OpCategory
+    op: QuantizeKind
+    element: ElementKind
+    aux_element: ElementKind | None
+    layout: str
+    epilogue: str | None
+    arch: str
+    backend: BackendKind
+    kernel: str
+    precision_guarantee: PrecisionGuarantee
+
+
+@dataclass(frozen=True, slots=True)
+class PlanPreference:
+    """Limits on the choice of a kernel. A preferred backend is binding: `select` raises rather than pick another."""
+
+    max_workspace_bytes: int | None = None
+    prefer_backend: BackendKind | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """The answer of `plan.can_implement`: truthy, or falsy with the reason `run` would raise."""
+
+    reason: str = ""
+
+    def __bool__(self) -> bool:
+        return not self.reason
