@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from .errors import InvalidProblem
 
@@ -22,6 +22,6 @@ def as_tensor(value: Any, name: str) -> Tensor:
     if type(value).__module__ == "numpy" and not (value.flags.writeable and min(value.strides, default=0) >= 0):
         value = value.copy()
     try:
-        return torch.from_dlpack(value)
+        return from_dlpack(value)
     except (BufferError, RuntimeError, TypeError) as error:
         raise InvalidProblem(f"{name}: expected an array torch can read, got one it cannot: {error}") from error

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from .backends.registry import Strides, Value
 from .errors import InvalidProblem
-from .problem import OPS, Problem
+from .problem import OPS, Problem, needed
 from .scope import Shape
-from .types import DynamicRangeMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +26,10 @@ class _Expected:
     number: Callable[[Problem, object], None] | None
 
 
+#: The span of an operand without memory: it overlaps nothing.
+_NOWHERE = (0, 0)
+
+
 class Checker:
     """Raises InvalidProblem for the first operand that does not fit the problem."""
 
@@ -34,40 +37,51 @@ class Checker:
         row = OPS[problem.op]
         self.problem, self.device, self.strides = problem, device, strides
         self.elementwise = row.elementwise
-        needs_zero_point = row.dynamic and problem.mode is DynamicRangeMode.ASYMMETRIC
         self.expected = tuple(
             _Expected(
                 operand.name,
                 tuple(kind.dtype for kind in operand.elements(problem)),
                 operand.shape(problem),
                 operand.output,
-                operand.optional and not (needs_zero_point and operand.name == "zero_point_out"),
+                not needed(problem, operand),
                 operand.number,
             )
             for operand in row.operands
         )
+        self.rules = tuple((expected, expected.dtypes, expected.shape) for expected in self.expected)
+        self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
-        device, strided = self.device, False
-        for value, expected in zip(operands, self.expected, strict=True):
+        """A short loop for what nearly every call is: contiguous tensors and lawful numbers."""
+        device, problem = self.device, self.problem
+        spans: list[tuple[int, int]] = []
+        for value, (expected, dtypes, shape) in zip(operands, self.rules, strict=True):
             if isinstance(value, Tensor):
                 if (
-                    value.dtype not in expected.dtypes
-                    or value.shape != expected.shape
+                    value.dtype not in dtypes
+                    or value.shape != shape
                     or value.device != device
                     or value.layout is not torch.strided
                 ):
                     self._reject_tensor(value, expected)
-                if not value.is_contiguous():
-                    strided = True
+                start = value.data_ptr()
+                if value.is_contiguous():
+                    spans.append((start, start + value.nbytes))
+                else:
                     self._check_strides(value, expected)
+                    spans.append((start, start + _extent(value)))
             elif value is None and expected.optional:
-                pass
-            elif expected.number is not None and value is not None:
-                expected.number(self.problem, value)
+                spans.append(_NOWHERE)
+            elif value is not None and expected.number is not None:
+                expected.number(problem, value)
+                spans.append(_NOWHERE)
             else:
                 raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
-        self._check_overlap(operands, strided)
+        for i in self.outputs:
+            start, end = spans[i]
+            for j, (other_start, other_end) in enumerate(spans):
+                if start < other_end and other_start < end and i != j:
+                    self._check_overlap(operands, i, j)
 
     def _where(self, expected: _Expected) -> str:
         return f"{self.problem.op.value}: {expected.name}"
@@ -79,12 +93,12 @@ class Checker:
         if value.shape != expected.shape:
             raise InvalidProblem(f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}")
         if value.device != self.device:
-            raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it there")
+            raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it")
         raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
 
     def _check_strides(self, value: Tensor, expected: _Expected) -> None:
         if expected.output and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
-            raise InvalidProblem(f"{self._where(expected)}: expected memory of its own for each element, got an expanded tensor")
+            raise InvalidProblem(f"{self._where(expected)}: expected an element per address, got an expanded tensor")
         if self.strides == "any":
             return
         if self.strides == "rows" and not expected.output and row_stride(value) is not None:
@@ -95,25 +109,15 @@ class Checker:
             f"for shape {list(value.shape)}; call .contiguous(), or the function instead of the plan"
         )
 
-    def _check_overlap(self, operands: tuple[Value, ...], strided: bool) -> None:
+    def _check_overlap(self, operands: tuple[Value, ...], i: int, j: int) -> None:
         """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
-        spans = [
-            (value.data_ptr(), _extent(value) if strided else value.nbytes, value, expected)
-            for value, expected in zip(operands, self.expected, strict=True)
-            if isinstance(value, Tensor)
-        ]
-        for i, (start, length, out, expected) in enumerate(spans):
-            if not expected.output:
-                continue
-            for j, (other_start, other_length, other, other_expected) in enumerate(spans):
-                if i == j or start >= other_start + other_length or other_start >= start + length:
-                    continue
-                if self.elementwise and start == other_start and out.dtype == other.dtype and out.stride() == other.stride():
-                    continue
-                if length and other_length:
-                    raise InvalidProblem(
-                        f"{self._where(expected)} overlaps {other_expected.name} in memory; give it memory of its own"
-                    )
+        out, other = operands[i], operands[j]
+        assert isinstance(out, Tensor) and isinstance(other, Tensor)
+        same = out.data_ptr() == other.data_ptr() and out.dtype == other.dtype and out.stride() == other.stride()
+        if not (same and self.elementwise):
+            raise InvalidProblem(
+                f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; give it memory of its own"
+            )
 
 
 def row_stride(value: Tensor) -> int | None:

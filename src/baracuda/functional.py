@@ -14,10 +14,10 @@ from torch import Tensor
 from .arrays import as_tensor
 from .backends.registry import Value
 from .checks import row_stride
+from .descriptors import Element, stored_scale_element
 from .errors import InvalidProblem
 from .plan import SelectedPlan
-from .plans import Element, stored_scale_element
-from .problem import OPS, Operand, Problem, fake_storage
+from .problem import Problem, fake_storage
 from .scope import PerTensor, PerToken, Scope, Shape
 from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
@@ -145,7 +145,7 @@ def dynamic_quantize(
     plan = _dynamic_plan(
         QuantizeKind.DYNAMIC_QUANTIZE, x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic
     )
-    scale, zero_point, q = _run(plan, (x, *_allocate(plan, x.device)))
+    scale, zero_point, q = _run(plan, (x, *plan.allocate_outputs()))
     return Quantized(q, scale, zero_point)
 
 
@@ -166,7 +166,7 @@ def choose_qparams(
     plan = _dynamic_plan(
         QuantizeKind.CHOOSE_QPARAMS, x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic
     )
-    scale, zero_point = _run(plan, (x, *_allocate(plan, x.device)))
+    scale, zero_point = _run(plan, (x, *plan.allocate_outputs()))
     return scale, zero_point
 
 
@@ -236,14 +236,14 @@ def smoothquant_linear(
         mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
         weight=_weight_kind(weight_q, weight_element),
     )
-    qparams = _segment_values(plan.problem, (), act_scale, None if symmetric else act_zero_point)
+    qparams = _segment_values((), act_scale, None if symmetric else act_zero_point)
     weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
     return _linear(plan, (x_q.reshape(m, k), *qparams, *weights), (*x_q.shape[:-1], n), out)
 
 
 class _FakeQuantize(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         scale: Array | float,
@@ -256,11 +256,10 @@ class _FakeQuantize(torch.autograd.Function):
         return _static(plan, x, scale, zero_point, None)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
-        problem = ctx.plan.problem
-        scale, zero_point = _segment_values(problem, problem.segment_shape, ctx.scale, ctx.zero_point)
-        (dx,) = _run(ctx.plan, (x, dy, scale, zero_point, torch.empty_like(x)))
+        scale, zero_point = _segment_values(ctx.plan.problem.segment_shape, ctx.scale, ctx.zero_point)
+        (dx,) = _run(ctx.plan, (x, dy, scale, zero_point, *ctx.plan.allocate_outputs()))
         return dx, None, None, None, None
 
 
@@ -341,60 +340,53 @@ def _dynamic_range(kind: ElementKind, mode: DynamicRangeMode, q_min: int | None,
 def _static(
     plan: SelectedPlan, x: Tensor, scale: Array | float, zero_point: Array | int | None, out: Tensor | None
 ) -> Tensor:
-    problem = plan.problem
-    scale, zero_point = _segment_values(problem, problem.segment_shape, scale, zero_point)
-    (result,) = _run(plan, (x, scale, zero_point, *_allocate(plan, x.device, out)))
+    scale, zero_point = _segment_values(plan.problem.segment_shape, scale, zero_point)
+    outputs = plan.allocate_outputs() if out is None else (out,)
+    result: Tensor = _run(plan, (x, scale, zero_point, *outputs))[-1]
     return result
 
 
 def _linear(plan: SelectedPlan, inputs: tuple[Value, ...], shape: Shape, out: Tensor | None) -> Tensor:
     if out is not None and out.shape != shape:
         raise InvalidProblem(f"{plan.problem.op.value}: out: expected shape {list(shape)}, got {list(out.shape)}")
-    flat = None if out is None or not out.is_contiguous() else out.view(plan.problem.shape[:2])
-    target = _allocate_output(plan, OPS[plan.problem.op].operands[-1], plan.device) if flat is None else flat
-    result = _run(plan, (*inputs, target))[-1].view(shape)
-    return result if out is None else (out if flat is not None else out.copy_(result))
-
-
-def _allocate(plan: SelectedPlan, device: torch.device, out: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """The outputs, from the op's row; `out` stands for the last one."""
-    outputs = [operand for operand in OPS[plan.problem.op].operands if operand.output]
-    if out is not None:
-        return (out,)
-    symmetric = plan.problem.mode is DynamicRangeMode.SYMMETRIC
-    return tuple(
-        None if operand.optional and symmetric else _allocate_output(plan, operand, device) for operand in outputs
-    )
-
-
-def _allocate_output(plan: SelectedPlan, operand: Operand, device: torch.device) -> Tensor:
-    problem = plan.problem
-    return torch.empty(operand.shape(problem), dtype=operand.elements(problem)[0].dtype, device=device)
+    if out is None or not out.is_contiguous():
+        output = plan.allocate_outputs()[-1]
+    else:
+        output = out.view(plan.problem.shape[:2])
+    result: Tensor = _run(plan, (*inputs, output))[-1].view(shape)
+    if out is None:
+        return result
+    return out if out.is_contiguous() else out.copy_(result)
 
 
 def _run(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Any, ...]:
-    """Run, made contiguous where the kernel needs it, and return the outputs."""
-    rows = OPS[plan.problem.op].operands
+    """Run, and return the outputs. Tensors whose strides the kernel does not take go through contiguous copies."""
     arranged = operands
-    strides = plan.kernel.strides
-    if strides != "any" and any(isinstance(v, Tensor) and not v.is_contiguous() for v in operands):
-        arranged = tuple(
-            v.contiguous() if isinstance(v, Tensor) and not (strides == "rows" and not o.output and row_stride(v)) else v
-            for v, o in zip(operands, rows, strict=True)
-        )
-    size = plan.workspace_size()
-    workspace = torch.empty(size, dtype=torch.uint8, device=plan.device) if size else None
-    plan.launch(arranged, workspace)
-    results = []
-    for operand, given, written in zip(rows, operands, arranged, strict=True):
-        if operand.output:
-            results.append(given if given is written else given.copy_(written))  # type: ignore[union-attr, arg-type]
-    return tuple(results)
+    if plan.kernel.strides != "any":
+        for value in operands:
+            if isinstance(value, Tensor) and not value.is_contiguous():
+                arranged = _arrange(plan, operands)
+                break
+    plan.launch(arranged, plan.allocate_workspace())
+    outputs = plan.output_indices
+    if arranged is not operands:
+        for i in outputs:
+            if arranged[i] is not operands[i]:
+                operands[i].copy_(arranged[i])  # type: ignore[union-attr, arg-type]
+    return tuple([operands[i] for i in outputs])
 
 
-def _segment_values(
-    problem: Problem, shape: Shape, scale: Array | float, zero_point: Array | int | None
-) -> tuple[Value, Value]:
+def _arrange(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+    rows = plan.kernel.strides == "rows"
+    return tuple(
+        value.contiguous()
+        if isinstance(value, Tensor) and not (rows and i not in plan.output_indices and row_stride(value) is not None)
+        else value
+        for i, value in enumerate(operands)
+    )
+
+
+def _segment_values(shape: Shape, scale: Array | float, zero_point: Array | int | None) -> tuple[Value, Value]:
     zero_point = _segment_value(shape, zero_point, "zero_point")
     if isinstance(zero_point, Tensor) and zero_point.dtype is not torch.int32:
         if zero_point.dtype.is_floating_point or zero_point.dtype is torch.bool:

@@ -33,7 +33,7 @@ def unpack_int4(packed: Tensor, element: ElementKind | torch.dtype | str = "s4",
         full = 2 * packed.shape[-1]
         if size is not None and size not in (full, full - 1):
             raise InvalidProblem(
-                f"unpack_int4: expected size {full} or {full - 1} for a last axis of {packed.shape[-1]} bytes, got {size}"
+                f"unpack_int4: expected size {full} or {full - 1} for {packed.shape[-1]} bytes in a row, got {size}"
             )
         nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :size]
     if kind is ElementKind.U4:

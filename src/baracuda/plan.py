@@ -11,7 +11,7 @@ from torch import Tensor
 from .backends.registry import Value, choose
 from .checks import Checker
 from .errors import BaracudaError, InvalidProblem, WorkspaceTooSmall
-from .problem import OPS, Problem
+from .problem import OPS, Problem, needed
 from .types import KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
 
 #: Where a workspace must start; torch's own allocations always do.
@@ -33,6 +33,22 @@ class SelectedPlan:
         self._check = Checker(problem, device, self.kernel.strides)
         self._launch = self.kernel.bind(problem, device)
         self._workspace_size = self.kernel.workspace(problem, device)
+        operands = OPS[problem.op].operands
+        self.output_indices = tuple(i for i, operand in enumerate(operands) if operand.output)
+        self._output_specs = tuple(
+            (operand.shape(problem), operand.elements(problem)[0].dtype) if needed(problem, operand) else None
+            for operand in operands
+            if operand.output
+        )
+
+    def allocate_outputs(self) -> tuple[Tensor | None, ...]:
+        """Fresh outputs in the order of the op's row; None for those this problem can do without."""
+        device = self.device
+        return tuple([spec and torch.empty(spec[0], dtype=spec[1], device=device) for spec in self._output_specs])
+
+    def allocate_workspace(self) -> Tensor | None:
+        size = self._workspace_size
+        return torch.empty(size, dtype=torch.uint8, device=self.device) if size else None
 
     def workspace_size(self) -> int:
         """Bytes of workspace `run` needs."""
@@ -57,7 +73,7 @@ class SelectedPlan:
         if workspace is None:
             raise WorkspaceTooSmall(self._workspace_size, 0)
         if workspace.device != self.device or not workspace.is_contiguous():
-            raise InvalidProblem(f"workspace: expected a contiguous tensor on {self.device}, got one on {workspace.device}")
+            raise InvalidProblem(f"workspace: expected a contiguous tensor on {self.device}, got {workspace.device}")
         if workspace.nbytes < self._workspace_size:
             raise WorkspaceTooSmall(self._workspace_size, workspace.nbytes)
         if workspace.data_ptr() % WORKSPACE_ALIGNMENT:

@@ -205,9 +205,13 @@ def _n(p: Problem) -> Shape:
 _SCALE_LIMITS = {ElementKind.F32: (2.0**-150, 2.0**128 - 2.0**103), ElementKind.F64: (0.0, float("inf"))}
 
 
+#: The built-in type first: it is answered without asking the abstract one.
+_REALS, _INTEGRALS = (float, Real), (int, Integral)
+
+
 def require_scale(p: Problem, value: object) -> None:
     low, high = _SCALE_LIMITS[p.element.math]
-    if not isinstance(value, Real) or isinstance(value, bool) or not low < value < high:
+    if not isinstance(value, _REALS) or isinstance(value, bool) or not low < float(value) < high:
         raise InvalidProblem(
             f"scale: expected a number that is finite and > 0 in {p.element.math.value}, or a tensor, got {value!r}"
         )
@@ -222,7 +226,7 @@ def require_activation_zero_point(p: Problem, value: object) -> None:
 
 
 def _require_integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:
+    if not isinstance(value, _INTEGRALS) or isinstance(value, bool) or not low <= int(value) <= high:
         raise InvalidProblem(f"{name}: expected an integer in [{low}, {high}], or an int32 tensor, got {value!r}")
 
 
@@ -240,10 +244,10 @@ _WEIGHTS = (
 _LINEAR_OUT = Operand("output", _float, _m_n, output=True)
 
 
-def _backward(input_elements: Callable[[Problem], Kinds], input_shape: Callable[[Problem], Shape], needs: bool) -> OpRow:
+def _backward(forward_input: Operand) -> OpRow:
     return OpRow(
         (
-            Operand("input", input_elements, input_shape, optional=not needs),
+            forward_input,
             Operand("grad_output", _float, _whole),
             _SCALE,
             _ZERO_POINT,
@@ -269,9 +273,9 @@ OPS: dict[QuantizeKind, OpRow] = {
     QuantizeKind.FAKE_QUANTIZE: OpRow(
         (_INPUT, _SCALE, _ZERO_POINT, Operand("output", _float, _whole, output=True)), elementwise=True
     ),
-    QuantizeKind.QUANTIZE_BACKWARD: _backward(_float, _whole, needs=True),
-    QuantizeKind.DEQUANTIZE_BACKWARD: _backward(_quantized, _stored, needs=False),
-    QuantizeKind.FAKE_QUANTIZE_BACKWARD: _backward(_float, _whole, needs=True),
+    QuantizeKind.QUANTIZE_BACKWARD: _backward(_INPUT),
+    QuantizeKind.DEQUANTIZE_BACKWARD: _backward(Operand("input", _quantized, _stored, optional=True)),
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: _backward(_INPUT),
     QuantizeKind.DYNAMIC_QUANTIZE: OpRow(
         (_INPUT, _SCALE_OUT, _ZERO_POINT_OUT, Operand("output", _quantized, _stored, output=True)), dynamic=True
     ),
@@ -298,6 +302,13 @@ OPS: dict[QuantizeKind, OpRow] = {
         category=OpCategory.GEMM,
     ),
 }
+
+
+def needed(p: Problem, operand: Operand) -> bool:
+    """Whether this problem cannot do without the operand."""
+    if operand.name == "zero_point_out":
+        return p.mode is DynamicRangeMode.ASYMMETRIC
+    return not operand.optional
 
 
 def activation_problem(p: Problem) -> Problem:

@@ -13,7 +13,13 @@ from .errors import InvalidProblem
 MAX_ZERO_POINT = 2**24 - 256
 
 
-class ElementKind(Enum):
+class _Member(Enum):
+    """Members are singletons, so identity hashes them; Enum's own hash is a Python call on the path of every run."""
+
+    __hash__ = object.__hash__
+
+
+class ElementKind(_Member):
     """What one element of a tensor is. Pass the member, its torch dtype or its name: they are the same."""
 
     F16 = "f16"
@@ -31,6 +37,11 @@ class ElementKind(Enum):
     #: The least and the greatest storable value of an integer kind.
     q_min: int
     q_max: int
+    is_float: bool
+    #: Two elements share a byte along the last axis.
+    is_packed: bool
+    #: The type the arithmetic is done in: f64 for f64, f32 for every narrower float.
+    math: ElementKind
     #: Below this a stored scale is raised, so that 1/scale and x/scale stay useful.
     smallest_scale: float
 
@@ -44,20 +55,6 @@ class ElementKind(Enum):
                 f"its torch dtype or its name, got {value!r}"
             )
         return kind
-
-    @property
-    def is_float(self) -> bool:
-        return self in FLOATS
-
-    @property
-    def is_packed(self) -> bool:
-        """Two elements share a byte along the last axis."""
-        return self.bits == 4
-
-    @property
-    def math(self) -> ElementKind:
-        """The type the arithmetic is done in: f64 for f64, f32 for every narrower float."""
-        return ElementKind.F64 if self is ElementKind.F64 else ElementKind.F32
 
     def __repr__(self) -> str:
         return f"ElementKind.{self.name}"
@@ -77,7 +74,8 @@ _ATTRIBUTES: dict[ElementKind, tuple[torch.dtype, int, int, int, float, str]] = 
 _KINDS: dict[object, ElementKind] = {}
 for _kind, (_dtype, _bits, _low, _high, _smallest, _long_name) in _ATTRIBUTES.items():
     _kind.dtype, _kind.bits, _kind.q_min, _kind.q_max = _dtype, _bits, _low, _high
-    _kind.smallest_scale = _smallest
+    _kind.smallest_scale, _kind.is_float, _kind.is_packed = _smallest, _dtype.is_floating_point, _bits == 4
+    _kind.math = ElementKind.F64 if _kind is ElementKind.F64 else ElementKind.F32
     _KINDS |= {_kind: _kind, _kind.value: _kind, _long_name: _kind}
     _KINDS.setdefault(_dtype, _kind)  # torch.uint8 is u8, not the packed kinds that are stored in it
 
@@ -85,17 +83,17 @@ FLOATS = (ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64)
 INTEGERS = (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
 
 
-class MathPrecision(Enum):
+class MathPrecision(_Member):
     F32 = "f32"
     F64 = "f64"
 
 
-class OpCategory(Enum):
+class OpCategory(_Member):
     QUANTIZATION = "quantization"
     GEMM = "gemm"
 
 
-class QuantizeKind(Enum):
+class QuantizeKind(_Member):
     """The operations of the family: one row each in `problem.OPS`."""
 
     QUANTIZE = "quantize"
@@ -110,20 +108,20 @@ class QuantizeKind(Enum):
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
 
 
-class BackendKind(Enum):
+class BackendKind(_Member):
     REFERENCE = "reference"
     CPU = "cpu"
     TRITON = "triton"
 
 
-class Arithmetic(Enum):
+class Arithmetic(_Member):
     """How x meets its scale. DIVIDE is ONNX's QuantizeLinear, RECIPROCAL is torch.fake_quantize_*."""
 
     DIVIDE = "divide"
     RECIPROCAL = "reciprocal"
 
 
-class DynamicRangeMode(Enum):
+class DynamicRangeMode(_Member):
     SYMMETRIC = "symmetric"
     ASYMMETRIC = "asymmetric"
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..packing import pack_int4, unpack_int4
 from ..problem import Problem, activation_problem
-from ..types import MAX_ZERO_POINT, Arithmetic, BackendKind, DynamicRangeMode, ElementKind, QuantizeKind
+from ..types import MAX_ZERO_POINT, Arithmetic, BackendKind, DynamicRangeMode, QuantizeKind
 from .registry import Kernel, Launch, Value
 
 # -- the formulas ------------------------------------------------------------------------------------------------

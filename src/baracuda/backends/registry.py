@@ -98,16 +98,19 @@ def kernels(backend: BackendKind) -> tuple[Kernel, ...]:
     return loaded
 
 
-def candidates(problem: Problem, device: torch.device, preference: PlanPreference) -> Iterator[tuple[Kernel, str | None]]:
+def candidates(
+    problem: Problem, device: torch.device, preference: PlanPreference
+) -> Iterator[tuple[Kernel, str | None]]:
     """Every kernel for this op in order of preference, with the reason it declines, or None."""
+    wanted = preference.prefer_backend
     for backend in BACKENDS:
         for kernel in kernels(backend):
             if problem.op not in kernel.ops:
                 continue
-            if preference.prefer_backend not in (None, backend):
-                yield kernel, f"prefer_backend is {preference.prefer_backend.name}"  # type: ignore[union-attr]
-                continue
-            yield kernel, kernel.declines(problem, device) or _over_budget(kernel, problem, device, preference)
+            if wanted is not None and wanted is not backend:
+                yield kernel, f"prefer_backend is {wanted.name}"
+            else:
+                yield kernel, kernel.declines(problem, device) or _over_budget(kernel, problem, device, preference)
 
 
 def choose(problem: Problem, device: torch.device, preference: PlanPreference | None = None) -> Kernel:
