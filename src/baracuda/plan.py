@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .backends.registry import Value, choose
 from .checks import Checker
-from .errors import BaracudaError, InvalidProblem, WorkspaceTooSmall
+from .errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from .problem import OPS, Problem, needed
 from .types import KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
 
@@ -131,7 +131,15 @@ class Plan(SelectedPlan, Generic[D, A]):
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
     """A device as tensors report it: a CUDA device always has its index."""
-    resolved = torch.get_default_device() if device is None else torch.device(device)
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    try:
+        resolved = torch.get_default_device() if device is None else torch.device(device)
+    except RuntimeError as error:
+        raise InvalidProblem(f"device: expected one torch knows, got {device!r}: {error}") from None
+    if resolved.type != "cuda":
+        return resolved
+    if not torch.cuda.is_available():
+        raise Unsupported(f"device {resolved}: torch {torch.__version__} sees no CUDA GPU here; use device='cpu'")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise Unsupported(f"device {resolved}: torch sees {torch.cuda.device_count()} GPUs, numbered from 0")
+    return torch.device("cuda", index)

@@ -1,0 +1,111 @@
+// What one call computes, in integers and pointers: the only language the kernels and the module share.
+#pragma once
+#include <cstdint>
+
+namespace baracuda {
+
+enum Op : int {
+    QUANTIZE,
+    DEQUANTIZE,
+    FAKE_QUANTIZE,
+    QUANTIZE_BACKWARD,
+    DEQUANTIZE_BACKWARD,
+    FAKE_QUANTIZE_BACKWARD,
+    DYNAMIC_QUANTIZE,
+    CHOOSE_QPARAMS,
+    OP_COUNT
+};
+
+enum Element : int { F16, BF16, F32, F64, S8, U8, S4, U4, ELEMENT_COUNT };
+
+inline bool is_float(int element) { return element <= F64; }
+inline bool is_packed(int element) { return element >= S4; }
+inline int64_t bytes_of(int element) { return element == F64 ? 8 : element == F32 ? 4 : element <= BF16 ? 2 : 1; }
+
+constexpr int32_t MAX_ZERO_POINT = (1 << 24) - 256;
+
+// A contiguous tensor seen as [repeat, rows, run, inner]; its scales are [rows, inner].
+struct View {
+    int64_t repeat, rows, run, inner;
+    int64_t segments() const { return rows * inner; }
+    int64_t segment_length() const { return repeat * run; }
+    int64_t numel() const { return segments() * segment_length(); }
+};
+
+struct Problem {
+    int op, element, quantized, scale_element;
+    int q_min, q_max;
+    bool asymmetric, include_zero, reciprocal;
+    View view;
+    int64_t last;  // the length of the last axis: 4-bit pairs and row strides follow it
+};
+
+// A tensor whose rows of `length` elements begin `pitch` storage units apart (a unit is a byte for 4-bit elements).
+struct Rows {
+    char* data = nullptr;
+    int64_t length = 1, pitch = 1;
+    bool dense = true;
+};
+
+struct Job {
+    Problem p;
+    Rows x, dy, out;
+    Rows scale, zero_point;  // no data: the numbers below stand for every segment
+    int scale_code = F32;
+    double scale_number = 1;
+    int32_t zero_point_number = 0;
+    void* scale_out = nullptr;
+    int32_t* zero_point_out = nullptr;
+    int64_t* keys = nullptr;  // two-phase ranges: the largest key of each segment, then the least ones
+    bool stream = false;      // the output is too large to be worth a place in the cache
+};
+
+// Where the sums of a linear go: out[m, n] = T((f(acc) * scale_a[m]) * scale_w[n] + bias[n]).
+struct Epilogue {
+    int64_t m, n, k;
+    int element;
+    char* out;
+    const void *scale_a, *scale_w, *bias;  // scale_a: m of them, or none and the number
+    int scale_a_code, scale_w_code, bias_code;
+    double scale_a_number, scale_w_number;
+    const int32_t* zero_point;  // m of them, or none and the number
+    int32_t zero_point_number;
+    int32_t shift;              // how far the activations were moved before they were multiplied
+    const int32_t* weight_sum;  // read only where shift or a zero point asks for it
+};
+
+struct Dot {
+    const char* a;
+    bool a_unsigned;
+    int64_t a_pitch;
+    const char* w;
+    bool w_packed;
+    int64_t w_pitch;
+};
+
+// One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
+struct Kernels {
+    const char* name;
+    void (*elementwise)(const Job&, int64_t part, int64_t parts);
+    void (*fused_range)(const Job&, int64_t part, int64_t parts);
+    void (*reduce)(const Job&, int64_t part, int64_t parts);
+    void (*finish)(const Job&, int64_t part, int64_t parts);
+    void (*weight_sums)(const Dot&, int64_t n, int64_t k, int32_t* sums, int64_t part, int64_t parts);
+    void (*unpack)(const Dot&, int64_t n, int64_t k, int8_t* out, int64_t part, int64_t parts);
+    void (*shift)(const Dot&, int64_t m, int64_t k, int8_t* out, int64_t part, int64_t parts);
+    void (*epilogue)(const Epilogue&, const int32_t* acc, int64_t part, int64_t parts);
+    void (*small_linear)(const Epilogue&, const Dot&, int64_t part, int64_t parts);
+};
+
+bool range_is_fused(const Problem&);
+
+// The default rounding and no flushing of subnormals while it lives: torch.set_flush_denormal must not change our bits.
+class PlainFloats {
+    uint64_t before_;
+
+public:
+    PlainFloats();
+    ~PlainFloats();
+};
+
+}  // namespace baracuda
