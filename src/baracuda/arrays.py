@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.utils.dlpack import from_dlpack
 
 from .errors import InvalidProblem
@@ -13,6 +13,8 @@ from .errors import InvalidProblem
 def as_tensor(value: Any, name: str) -> Tensor:
     """A torch tensor over the same memory. Read-only or reversed NumPy arrays, which torch cannot hold, are copied."""
     if isinstance(value, Tensor):
+        if value.layout is not strided:
+            raise InvalidProblem(f"{name}: expected a dense tensor, got layout {value.layout}; call .to_dense()")
         return value
     if not hasattr(value, "__dlpack__"):
         raise InvalidProblem(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -83,6 +83,31 @@ class Checker:
                 if start < other_end and other_start < end and i != j:
                     self._check_overlap(operands, i, j)
 
+    def inputs(self, operands: tuple[Value, ...]) -> bool:
+        """Check the inputs alone, their strides aside, and say whether all are contiguous.
+
+        For outputs nobody else has seen yet: fresh memory fits the problem and overlaps nothing.
+        """
+        device, contiguous = self.device, True
+        for value, (expected, dtypes, shape) in zip(operands, self.rules, strict=False):
+            if isinstance(value, Tensor):
+                if (
+                    value.dtype not in dtypes
+                    or value.shape != shape
+                    or value.device != device
+                    or value.layout is not torch.strided
+                ):
+                    self._reject_tensor(value, expected)
+                if contiguous and not value.is_contiguous():
+                    contiguous = False
+            elif value is None and expected.optional:
+                continue
+            elif value is not None and expected.number is not None:
+                expected.number(self.problem, value)
+            else:
+                raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
+        return contiguous
+
     def _where(self, expected: _Expected) -> str:
         return f"{self.problem.op.value}: {expected.name}"
 
@@ -97,8 +122,8 @@ class Checker:
         raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
 
     def _check_strides(self, value: Tensor, expected: _Expected) -> None:
-        if expected.output and any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True)):
-            raise InvalidProblem(f"{self._where(expected)}: expected an element per address, got an expanded tensor")
+        if expected.output:
+            self._check_own_memory(value, expected)
         if self.strides == "any":
             return
         if self.strides == "rows" and not expected.output and row_stride(value) is not None:
@@ -109,6 +134,27 @@ class Checker:
             f"for shape {list(value.shape)}; call .contiguous(), or the function instead of the plan"
         )
 
+    def _check_own_memory(self, value: Tensor, expected: _Expected) -> None:
+        if overlaps_itself(value):
+            raise InvalidProblem(
+                f"{self._where(expected)}: expected an element per address, "
+                f"got strides {list(value.stride())} for shape {list(value.shape)}"
+            )
+
+    def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
+        """Raises unless operand i can be written there, by a copy where the kernel does not take the strides."""
+        expected = self.expected[i] if shape is None else replace(self.expected[i], shape=shape)
+        if not isinstance(value, Tensor):
+            raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {type(value).__name__}")
+        if (
+            value.dtype not in expected.dtypes
+            or value.shape != expected.shape
+            or value.device != self.device
+            or value.layout is not torch.strided
+        ):
+            self._reject_tensor(value, expected)
+        self._check_own_memory(value, expected)
+
     def _check_overlap(self, operands: tuple[Value, ...], i: int, j: int) -> None:
         """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
         out, other = operands[i], operands[j]
@@ -118,6 +164,17 @@ class Checker:
             raise InvalidProblem(
                 f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; give it memory of its own"
             )
+
+
+def overlaps_itself(value: Tensor) -> bool:
+    """Whether two elements may share an address: an axis steps no further than the shorter-stepping axes reach."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def row_stride(value: Tensor) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import Enum
-from functools import lru_cache
 from math import prod
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -12,12 +11,13 @@ import torch
 from torch import Tensor
 
 from .arrays import as_tensor
+from .autograd import compute, static_key
 from .backends.registry import Value
-from .checks import row_stride
 from .descriptors import Element, stored_scale_element
 from .errors import InvalidProblem
-from .plan import SelectedPlan
-from .problem import Problem, fake_storage
+from .execute import audience, cached_plan, run
+from .ops import OPERATORS, Key, unpacked_shape
+from .problem import fake_storage
 from .scope import PerTensor, PerToken, Scope, Shape
 from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
@@ -45,21 +45,15 @@ def quantize(
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
     out: Tensor | None = None,
 ) -> Tensor:
-    """clamp(rint(x / scale) + zero_point, q_min, q_max) as `dtype`, whose full range is the default."""
+    """clamp(rint(x / scale) + zero_point, q_min, q_max) as `dtype`, whose full range is the default.
+
+    The result holds integers, so it has no gradient; `baracuda.autograd.quantize` has one.
+    """
     x = as_tensor(x, "x")
     kind = ElementKind.of(dtype)
-    plan = _plan(
-        x.device,
-        QuantizeKind.QUANTIZE,
-        x.shape,
-        ElementKind.of(x.dtype),
-        kind,
-        kind.q_min if q_min is None else q_min,
-        kind.q_max if q_max is None else q_max,
-        scope,
-        arithmetic=_member(Arithmetic, arithmetic),
-    )
-    return _static(plan, x, scale, zero_point, out)
+    low, high = kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
+    key = static_key(ElementKind.of(x.dtype), kind, low, high, scope, member(Arithmetic, arithmetic))
+    return _static(QuantizeKind.QUANTIZE, x, x.shape, scale, zero_point, key, out)
 
 
 def dequantize(
@@ -73,7 +67,7 @@ def dequantize(
     size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(q - zero_point) * scale as `dtype`.
+    """(q - zero_point) * scale as `dtype`. Differentiable in the scale.
 
     `element` names what `q` holds where its torch dtype does not: "s4" or "u4" for packed bytes, whose last axis then
     unpacks to `size` elements (twice the bytes unless given: say so when it is odd).
@@ -82,17 +76,9 @@ def dequantize(
     kind = ElementKind.of(q.dtype if element is None else element)
     if q.dtype is not kind.dtype:
         raise InvalidProblem(f"dequantize: expected a {kind.dtype} tensor for element {kind.value}, got {q.dtype}")
-    plan = _plan(
-        q.device,
-        QuantizeKind.DEQUANTIZE,
-        _unpacked_shape(q.shape, kind, size),
-        ElementKind.of(dtype),
-        kind,
-        kind.q_min,
-        kind.q_max,
-        scope,
-    )
-    return _static(plan, q, scale, zero_point, out)
+    shape = unpacked_shape(q.shape, kind, size)
+    key = static_key(ElementKind.of(dtype), kind, kind.q_min, kind.q_max, scope)
+    return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, key, out, size)
 
 
 def fake_quantize(
@@ -104,28 +90,18 @@ def fake_quantize(
     q_min: int = -128,
     q_max: int = 127,
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    grad_factor: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """dequantize(quantize(x)) in one pass, to the bit. Gradients pass straight through where x was in range."""
+    """dequantize(quantize(x)) in one pass, to the bit. Gradients pass straight through where x was in range.
+
+    A scale that requires grad is learned (LSQ), and so is a zero point, which then is a float tensor and is rounded;
+    both gradients are multiplied by `grad_factor`.
+    """
     x = as_tensor(x, "x")
-    key = (
-        x.shape,
-        ElementKind.of(x.dtype),
-        fake_storage(q_min, q_max),
-        q_min,
-        q_max,
-        scope,
-        DynamicRangeMode.SYMMETRIC,
-        _member(Arithmetic, arithmetic),
-    )
-    plan = _plan(x.device, QuantizeKind.FAKE_QUANTIZE, *key)
-    if torch.is_grad_enabled() and x.requires_grad:
-        if out is not None:
-            raise InvalidProblem("fake_quantize: out= does not record gradients; drop it or use torch.no_grad()")
-        backward = _plan(x.device, QuantizeKind.FAKE_QUANTIZE_BACKWARD, *key)
-        result: Tensor = _FakeQuantize.apply(x, scale, zero_point, plan, backward)  # type: ignore[no-untyped-call]
-        return result
-    return _static(plan, x, scale, zero_point, out)
+    storage = fake_storage(q_min, q_max)
+    key = static_key(ElementKind.of(x.dtype), storage, q_min, q_max, scope, member(Arithmetic, arithmetic))
+    return _static(QuantizeKind.FAKE_QUANTIZE, x, x.shape, scale, zero_point, key, out, None, grad_factor)
 
 
 def dynamic_quantize(
@@ -141,11 +117,9 @@ def dynamic_quantize(
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
 ) -> Quantized:
     """Quantize with the scale of each segment's own range. Symmetric s8 uses [-127, 127] unless told otherwise."""
-    x = as_tensor(x, "x")
-    plan = _dynamic_plan(
-        QuantizeKind.DYNAMIC_QUANTIZE, x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic
-    )
-    scale, zero_point, q = _run(plan, (x, *plan.allocate_outputs()))
+    x = as_tensor(x, "x").detach()
+    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, key)
     return Quantized(q, scale, zero_point)
 
 
@@ -162,11 +136,9 @@ def choose_qparams(
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
 ) -> tuple[Tensor, Tensor | None]:
     """The (scale, zero_point) `dynamic_quantize` would use; zero_point is None when symmetric."""
-    x = as_tensor(x, "x")
-    plan = _dynamic_plan(
-        QuantizeKind.CHOOSE_QPARAMS, x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic
-    )
-    scale, zero_point = _run(plan, (x, *plan.allocate_outputs()))
+    x = as_tensor(x, "x").detach()
+    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    scale, zero_point = _dynamic(QuantizeKind.CHOOSE_QPARAMS, x, key)
     return scale, zero_point
 
 
@@ -178,33 +150,27 @@ def quantized_linear(
     *,
     mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
+    q_min: int | None = None,
+    q_max: int | None = None,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """x @ W.T (+ bias) with int8 weights `[N, K]`, x quantized per token to `dtype` on the way in; x's own type out.
 
-    `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the weight.
+    `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the weight. Differentiable in
+    x, straight through its rounding, and in the bias.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
-    mode, kind, weight = _member(DynamicRangeMode, mode), ElementKind.of(dtype), _weight_kind(weight_q, weight_element)
-    low, high = _dynamic_range(kind, mode, None, None)
+    mode, kind, weight = member(DynamicRangeMode, mode), ElementKind.of(dtype), _weight_kind(weight_q, weight_element)
+    low, high = dynamic_range(kind, mode, q_min, q_max)
     m, n, k = _linear_shape(x, weight_q)
     element = ElementKind.of(x.dtype)
-    plan = _plan(
-        x.device,
-        QuantizeKind.QUANTIZED_LINEAR,
-        (m, n, k),
-        element,
-        kind,
-        low,
-        high,
-        mode=mode,
-        scale_element=stored_scale_element(None, element),
-        weight=weight,
-    )
+    stored = stored_scale_element(None, element)
+    key = (element, kind, low, high, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight)
     weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    return _linear(plan, (x.reshape(m, k), *weights, None, None), (*x.shape[:-1], n), out)
+    inputs = (x.reshape(m, k), *weights)
+    return _linear(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), key, inputs, (*x.shape[:-1], n), out)
 
 
 def smoothquant_linear(
@@ -223,84 +189,87 @@ def smoothquant_linear(
     """(x_q @ W.T) * act_scale * weight_scale (+ bias) as `dtype`: a linear over activations already quantized."""
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     m, n, k = _linear_shape(x_q, weight_q)
-    kind = ElementKind.of(x_q.dtype)
+    kind, weight = ElementKind.of(x_q.dtype), _weight_kind(weight_q, weight_element)
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
-    plan = _plan(
-        x_q.device,
-        QuantizeKind.SMOOTHQUANT_LINEAR,
-        (m, n, k),
-        ElementKind.of(dtype),
-        kind,
-        kind.q_min,
-        kind.q_max,
-        mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
-        weight=_weight_kind(weight_q, weight_element),
-    )
-    qparams = _segment_values((), act_scale, None if symmetric else act_zero_point)
+    mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
+    stored = ElementKind.F32
+    key = (
+        ElementKind.of(dtype), kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight
+    )  # fmt: skip
+    qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
     weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    return _linear(plan, (x_q.reshape(m, k), *qparams, *weights), (*x_q.shape[:-1], n), out)
+    inputs = (x_q.reshape(m, k), *qparams, *weights)
+    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, (m, n, k), key, inputs, (*x_q.shape[:-1], n), out)
 
 
-class _FakeQuantize(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        scale: Array | float,
-        zero_point: Array | int | None,
-        plan: SelectedPlan,
-        backward: SelectedPlan,
-    ) -> Tensor:
-        ctx.scale, ctx.zero_point, ctx.plan = scale, zero_point, backward
-        ctx.save_for_backward(x)
-        return _static(plan, x, scale, zero_point, None)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        scale, zero_point = _segment_values(ctx.plan.problem.segment_shape, ctx.scale, ctx.zero_point)
-        (dx,) = _run(ctx.plan, (x, dy, scale, zero_point, *ctx.plan.allocate_outputs()))
-        return dx, None, None, None, None
+# -- from what the caller gave to a plan, or to an operator where torch is watching ------------------------------
 
 
-# -- from what the caller gave to what a plan takes --------------------------------------------------------------
-
-
-@lru_cache(maxsize=4096)
-def _plan(
-    device: torch.device,
+def _static(
     op: QuantizeKind,
+    x: Tensor,
     shape: Shape,
-    element: ElementKind,
-    quantized: ElementKind,
-    q_min: int,
-    q_max: int,
-    scope: Scope = PerTensor(),
-    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC,
-    arithmetic: Arithmetic = Arithmetic.DIVIDE,
-    scale_element: ElementKind = ElementKind.F32,
-    include_zero: bool = False,
-    weight: ElementKind = ElementKind.S8,
-) -> SelectedPlan:
-    problem = Problem(
-        op,
-        tuple(shape),
-        element,
-        quantized,
-        q_min,
-        q_max,
-        scope,
-        mode,
-        arithmetic,
-        scale_element,
-        include_zero,
-        weight,
-    )
-    return SelectedPlan(problem, device)
+    scale: Array | float,
+    zero_point: Array | int | None,
+    key: Key,
+    out: Tensor | None,
+    size: int | None = None,
+    grad_factor: float = 1.0,
+) -> Tensor:
+    learned = op is not QuantizeKind.QUANTIZE
+    if audience(x, scale, zero_point, out) == "nobody":
+        plan = cached_plan(x.device, op, shape, *key)
+        scale, zero_point = segment_values(plan.segment_shape, scale, zero_point, learned=learned)
+        inputs = (x, scale, zero_point)
+        result: Tensor = plan.compute(inputs)[0] if out is None else run(plan, (*inputs, out))[0]
+        return result
+    scale, zero_point = segment_values(key[4].scale_shape(tuple(shape)), scale, zero_point, learned=learned, keep=True)
+    (result,) = compute(op, (x, scale, zero_point), shape, key, size, grad_factor)
+    return _into(out, result, op)
 
 
-def _dynamic_plan(
-    op: QuantizeKind,
+def _dynamic(op: QuantizeKind, x: Tensor, key: Key) -> tuple[Any, ...]:
+    if audience(x) == "nobody":
+        return cached_plan(x.device, op, x.shape, *key).compute((x,))
+    scale, zero_point, *rest = OPERATORS[op]((x,), key)
+    return scale, None if key[5] is DynamicRangeMode.SYMMETRIC else zero_point, *rest
+
+
+def _linear(
+    op: QuantizeKind, shape: Shape, key: Key, inputs: tuple[Value, ...], out_shape: Shape, out: Tensor | None
+) -> Tensor:
+    if out is not None and (not isinstance(out, Tensor) or out.shape != out_shape):
+        came = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        raise InvalidProblem(f"{op.value}: out: expected shape {list(out_shape)}, got {came}")
+    if audience(*inputs, out) != "nobody":
+        return _into(out, compute(op, inputs, shape, key)[-1].reshape(out_shape), op)
+    x = inputs[0]
+    assert isinstance(x, Tensor)
+    plan = cached_plan(x.device, op, shape, *key)
+    if out is not None:
+        plan.check_output(-1, out, out_shape)
+    if out is None or not out.is_contiguous():
+        result: Tensor = plan.compute(inputs)[-1].view(out_shape)
+        return result if out is None else out.copy_(result)
+    scratch = (None,) * (len(plan.output_indices) - 1)
+    run(plan, (*inputs, *scratch, out.view(shape[:2])))
+    return out
+
+
+def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
+    if out is None:
+        return result
+    if result.requires_grad:
+        raise InvalidProblem(f"{op.value}: out= does not record gradients; drop it or use torch.no_grad()")
+    if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
+        raise InvalidProblem(
+            f"{op.value}: out: expected {result.dtype} of shape {list(result.shape)} on {result.device}, "
+            f"got {out.dtype} of shape {list(out.shape)} on {out.device}"
+        )
+    return out.copy_(result)
+
+
+def _dynamic_key(
     x: Tensor,
     scope: Scope,
     mode: DynamicRangeMode | str,
@@ -310,26 +279,16 @@ def _dynamic_plan(
     scale_dtype: Element | None,
     include_zero: bool,
     arithmetic: Arithmetic | str,
-) -> SelectedPlan:
-    element, kind, mode = ElementKind.of(x.dtype), ElementKind.of(dtype), _member(DynamicRangeMode, mode)
-    low, high = _dynamic_range(kind, mode, q_min, q_max)
-    return _plan(
-        x.device,
-        op,
-        x.shape,
-        element,
-        kind,
-        low,
-        high,
-        scope,
-        mode,
-        _member(Arithmetic, arithmetic),
-        stored_scale_element(scale_dtype, element),
-        include_zero,
-    )
+) -> Key:
+    element, kind, mode = ElementKind.of(x.dtype), ElementKind.of(dtype), member(DynamicRangeMode, mode)
+    low, high = dynamic_range(kind, mode, q_min, q_max)
+    stored = stored_scale_element(scale_dtype, element)
+    return element, kind, low, high, scope, mode, member(Arithmetic, arithmetic), stored, include_zero, ElementKind.S8
 
 
-def _dynamic_range(kind: ElementKind, mode: DynamicRangeMode, q_min: int | None, q_max: int | None) -> tuple[int, int]:
+def dynamic_range(
+    kind: ElementKind, mode: DynamicRangeMode, q_min: int | None = None, q_max: int | None = None
+) -> tuple[int, int]:
     """The full storage range, less the one value without a negative when a signed range is symmetric."""
     high = kind.q_max if q_max is None else q_max
     if q_min is not None:
@@ -337,67 +296,27 @@ def _dynamic_range(kind: ElementKind, mode: DynamicRangeMode, q_min: int | None,
     return (-kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min), high
 
 
-def _static(
-    plan: SelectedPlan, x: Tensor, scale: Array | float, zero_point: Array | int | None, out: Tensor | None
-) -> Tensor:
-    scale, zero_point = _segment_values(plan.problem.segment_shape, scale, zero_point)
-    outputs = plan.allocate_outputs() if out is None else (out,)
-    result: Tensor = _run(plan, (x, scale, zero_point, *outputs))[-1]
-    return result
-
-
-def _linear(plan: SelectedPlan, inputs: tuple[Value, ...], shape: Shape, out: Tensor | None) -> Tensor:
-    if out is not None and out.shape != shape:
-        raise InvalidProblem(f"{plan.problem.op.value}: out: expected shape {list(shape)}, got {list(out.shape)}")
-    if out is None or not out.is_contiguous():
-        output = plan.allocate_outputs()[-1]
-    else:
-        output = out.view(plan.problem.shape[:2])
-    result: Tensor = _run(plan, (*inputs, output))[-1].view(shape)
-    if out is None:
-        return result
-    return out if out.is_contiguous() else out.copy_(result)
-
-
-def _run(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Any, ...]:
-    """Run, and return the outputs. Tensors whose strides the kernel does not take go through contiguous copies."""
-    arranged = operands
-    if plan.kernel.strides != "any":
-        for value in operands:
-            if isinstance(value, Tensor) and not value.is_contiguous():
-                arranged = _arrange(plan, operands)
-                break
-    plan.launch(arranged, plan.allocate_workspace())
-    outputs = plan.output_indices
-    if arranged is not operands:
-        for i in outputs:
-            if arranged[i] is not operands[i]:
-                operands[i].copy_(arranged[i])  # type: ignore[union-attr, arg-type]
-    return tuple([operands[i] for i in outputs])
-
-
-def _arrange(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-    rows = plan.kernel.strides == "rows"
-    return tuple(
-        value.contiguous()
-        if isinstance(value, Tensor) and not (rows and i not in plan.output_indices and row_stride(value) is not None)
-        else value
-        for i, value in enumerate(operands)
-    )
-
-
-def _segment_values(shape: Shape, scale: Array | float, zero_point: Array | int | None) -> tuple[Value, Value]:
+def segment_values(
+    shape: Shape, scale: Array | float, zero_point: Array | int | None, *, learned: bool = False, keep: bool = False
+) -> tuple[Value, Value]:
+    """Scale and zero point as kernels take them. A learned zero point is a float, kept where its gradient is."""
     zero_point = _segment_value(shape, zero_point, "zero_point")
     if isinstance(zero_point, Tensor) and zero_point.dtype is not torch.int32:
-        if zero_point.dtype.is_floating_point or zero_point.dtype is torch.bool:
+        if zero_point.dtype.is_floating_point and learned:
+            if not keep:
+                zero_point = zero_point.round().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
+        elif zero_point.dtype.is_floating_point or zero_point.dtype is torch.bool:
             raise InvalidProblem(f"zero_point: expected an integer tensor, got {zero_point.dtype}")
-        zero_point = zero_point.clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
+        else:
+            zero_point = zero_point.long().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
     return _segment_value(shape, scale, "scale"), zero_point
 
 
 def _segment_value(shape: Shape, value: Array | float | None, name: str) -> Any:
     """A number, or a tensor of the scales' shape: axes of length 1 may be kept or left out."""
-    if value is None or isinstance(value, Real):
+    if value is None or type(value) is float or type(value) is int:
+        return value
+    if isinstance(value, Real):
         return value
     tensor = as_tensor(value, name)
     if tensor.shape != shape and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
@@ -432,23 +351,15 @@ def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[int, int, int]:
     return prod(x.shape[:-1]), weight_q.shape[0], x.shape[-1]
 
 
-def _unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:
-    if not kind.is_packed or not shape:
-        return shape
-    full = 2 * shape[-1]
-    if size is not None and size not in (full, full - 1):
-        raise InvalidProblem(f"size: expected {full} or {full - 1} for a last axis of {shape[-1]} bytes, got {size}")
-    return (*shape[:-1], full if size is None else size)
-
-
 _Choice = TypeVar("_Choice", bound=Enum)
 
 
-def _member(choices: type[_Choice], value: _Choice | str) -> _Choice:
+def member(choices: type[_Choice], value: _Choice | str) -> _Choice:
+    """The member of an enumeration that a value stands for: itself, or its name."""
     if isinstance(value, choices):
         return value
     try:
         return choices(value)
     except ValueError:
-        names = ", ".join(repr(member.value) for member in choices)
+        names = ", ".join(repr(choice.value) for choice in choices)
         raise InvalidProblem(f"expected one of {names}, got {value!r}") from None

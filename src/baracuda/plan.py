@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .backends.registry import Value, choose
-from .checks import Checker
+from .checks import Checker, row_stride
 from .errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from .problem import OPS, Problem, needed
+from .scope import Shape
 from .types import KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
 
 #: Where a workspace must start; torch's own allocations always do.
@@ -29,6 +30,7 @@ class SelectedPlan:
 
     def __init__(self, problem: Problem, device: torch.device, preference: PlanPreference | None = None) -> None:
         self.problem, self.device = problem, device
+        self.segment_shape = problem.segment_shape
         self.kernel = choose(problem, device, preference)
         self._check = Checker(problem, device, self.kernel.strides)
         self._launch = self.kernel.bind(problem, device)
@@ -68,6 +70,29 @@ class SelectedPlan:
         if self._workspace_size:
             self._check_workspace(workspace)
         self._launch(operands, workspace)
+
+    def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
+        """Raises unless operand i can be written to `value`, seen as `shape`, whatever strides the kernel takes."""
+        self._check.check_output(i, value, shape)
+
+    def compute(self, inputs: tuple[Value, ...]) -> tuple[Any, ...]:
+        """Check the inputs and run into fresh outputs; inputs whose strides the kernel does not take are copied."""
+        if not self._check.inputs(inputs):
+            inputs = self.arrange(inputs)
+        outputs = self.allocate_outputs()
+        self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)
+        return outputs
+
+    def arrange(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """The operands with strides the kernel takes; of a row, inputs come first and may keep their row stride."""
+        accepted = self.kernel.strides
+        if accepted == "any":
+            return operands
+        rows = len(self._check.rules) - len(self.output_indices) if accepted == "rows" else 0
+        return tuple(
+            value.contiguous() if isinstance(value, Tensor) and not (i < rows and row_stride(value) is not None) else value
+            for i, value in enumerate(operands)
+        )
 
     def _check_workspace(self, workspace: Tensor | None) -> None:
         if workspace is None:

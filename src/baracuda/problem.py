@@ -44,6 +44,7 @@ class Problem:
     def __post_init__(self) -> None:
         _require_element("the float tensor", self.element, FLOATS)
         _require_element("the quantized tensor", self.quantized, INTEGERS)
+        self._require_choices()
         if any(type(size) is not int or size < 0 for size in self.shape):
             raise InvalidProblem(f"{self.op.value}: expected non-negative integer sizes, got shape {list(self.shape)}")
         self._require_range()
@@ -54,6 +55,15 @@ class Problem:
         if row.category is OpCategory.GEMM:
             _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4))
             _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8))
+
+    def _require_choices(self) -> None:
+        if not isinstance(self.scope, Scope):
+            scopes = "PerTensor(), PerChannel(axis), PerToken() or PerGroup(size)"
+            raise InvalidProblem(f"scope: expected {scopes}, got {self.scope!r}")
+        for name, value, kind in (("mode", self.mode, DynamicRangeMode), ("arithmetic", self.arithmetic, Arithmetic)):
+            if not isinstance(value, kind):
+                members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+                raise InvalidProblem(f"{name}: expected one of {members}, got {value!r}")
 
     def _require_range(self) -> None:
         kind, low, high = self.quantized, self.q_min, self.q_max
@@ -158,6 +168,10 @@ def _static_scale(p: Problem) -> Kinds:
 
 def _stored_scale(p: Problem) -> Kinds:
     return (p.scale_element,)
+
+
+def _math(p: Problem) -> Kinds:
+    return (p.element.math,)
 
 
 def _int32(p: Problem) -> Kinds:
@@ -276,6 +290,13 @@ OPS: dict[QuantizeKind, OpRow] = {
     QuantizeKind.QUANTIZE_BACKWARD: _backward(_INPUT),
     QuantizeKind.DEQUANTIZE_BACKWARD: _backward(Operand("input", _quantized, _stored, optional=True)),
     QuantizeKind.FAKE_QUANTIZE_BACKWARD: _backward(_INPUT),
+    QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD: OpRow(
+        (
+            *_backward(_INPUT).operands,
+            Operand("grad_scale", _math, _segments, output=True),
+            Operand("grad_zero_point", _math, _segments, output=True),
+        )
+    ),
     QuantizeKind.DYNAMIC_QUANTIZE: OpRow(
         (_INPUT, _SCALE_OUT, _ZERO_POINT_OUT, Operand("output", _quantized, _stored, output=True)), dynamic=True
     ),

@@ -83,6 +83,9 @@ class PerChannel(Scope):
     axis: int
     name: ClassVar[str] = "channel"
 
+    def __post_init__(self) -> None:
+        _require_integer_axis(self, self.axis)
+
     def view(self, shape: Shape) -> View:
         axis = _axis(self, shape)
         return View.of(prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :]), 1)
@@ -116,7 +119,8 @@ class PerGroup(Scope):
     name: ClassVar[str] = "group"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.size, int) or self.size < 1:
+        _require_integer_axis(self, self.axis)
+        if type(self.size) is not int or self.size < 1:
             raise InvalidProblem(f"PerGroup: expected a size of at least 1, got {self.size!r}")
 
     def view(self, shape: Shape) -> View:
@@ -137,9 +141,15 @@ class PerGroup(Scope):
         return axis, shape[axis] // self.size
 
 
+def _require_integer_axis(scope: PerChannel | PerGroup, axis: object) -> None:
+    """At construction: to a cache of plans 1.0 and True are the same as 1."""
+    if type(axis) is not int:
+        raise InvalidProblem(f"{type(scope).__name__}: expected an integer axis, got {axis!r}")
+
+
 def _axis(scope: PerChannel | PerToken | PerGroup, shape: Shape) -> int:
     rank, axis = len(shape), scope.axis
-    if not isinstance(axis, int) or not -rank <= axis < rank:
+    if not -rank <= axis < rank:
         expected = f"an axis in [{-rank}, {rank - 1}]" if rank else "a tensor with at least one axis"
         raise InvalidProblem(f"{scope}: expected {expected} for shape {list(shape)}, got axis {axis!r}")
     return axis % rank

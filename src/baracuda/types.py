@@ -102,6 +102,7 @@ class QuantizeKind(_Member):
     QUANTIZE_BACKWARD = "quantize_backward"
     DEQUANTIZE_BACKWARD = "dequantize_backward"
     FAKE_QUANTIZE_BACKWARD = "fake_quantize_backward"
+    FAKE_QUANTIZE_LEARNED_BACKWARD = "fake_quantize_learned_backward"
     DYNAMIC_QUANTIZE = "dynamic_quantize"
     CHOOSE_QPARAMS = "choose_qparams"
     QUANTIZED_LINEAR = "quantized_linear"

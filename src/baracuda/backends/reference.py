@@ -49,6 +49,18 @@ def in_range(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> Tensor
     return (low <= t) & (t <= high)
 
 
+def learned_slopes(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
+    """How y = (q - zero_point) * scale moves with the scale and the zero point, where rounding passes straight through.
+
+    In range that is t - x / scale, and nothing; clamped, it is the bound reached, and -scale.
+    """
+    low, high = bounds(zero_point, p)
+    ratio = divide(x, scale, p.arithmetic)
+    t = torch.round(ratio)
+    inside, bound = in_range(x, scale, zero_point, p), torch.where(t > high, high, low)
+    return torch.where(inside, t - ratio, bound), torch.where(inside, 0.0, -scale)
+
+
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
     return (q - zero_point).to(scale.dtype) * scale
 
@@ -109,7 +121,8 @@ def as_tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
     """A number becomes a tensor on the device: torch divides by a host scalar through its reciprocal on CUDA."""
     if isinstance(value, Tensor):
         return value.to(dtype)
-    return torch.full((), 0 if value is None else value, dtype=dtype, device=device)
+    # Through f64, since torch.full refuses a number above f32's maximum even where it rounds to it.
+    return torch.full((), 0 if value is None else value, dtype=torch.float64, device=device).to(dtype)
 
 
 def _empty_zero_point(p: Problem) -> int:
@@ -190,6 +203,17 @@ def _fake_quantize_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
     see.write_float(torch.where(mask, see.float(dy), 0.0), dx)
 
 
+def _fake_quantize_learned_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
+    """Products are exact in f64 and summed there, so only the last bit of a sum can depend on its order."""
+    x, dy, s, zp, dx, *sums = operands
+    scale, zero_point, grad = see.scale(s), see.zero_point(zp), see.float(dy)
+    _fake_quantize_backward(see, (x, dy, s, zp, dx))
+    for slope, out in zip(learned_slopes(see.float(x), scale, zero_point, see.p), sums, strict=True):
+        product = torch.where(slope == 0, 0.0, grad.to(torch.float64) * slope.to(torch.float64))
+        total = product.expand(see.view.shape).sum(dim=(0, 2)).to(see.math)
+        cast(Tensor, out).copy_(canonical(total).view(see.p.segment_shape))
+
+
 def _dynamic_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
     x, scale_out, zero_point_out, output = operands
     scale, zero_point = choose_qparams(see.float(x), see.p)
@@ -259,6 +283,7 @@ _BODIES: dict[QuantizeKind, Body] = {
     QuantizeKind.QUANTIZE_BACKWARD: _quantize_backward,
     QuantizeKind.DEQUANTIZE_BACKWARD: _dequantize_backward,
     QuantizeKind.FAKE_QUANTIZE_BACKWARD: _fake_quantize_backward,
+    QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD: _fake_quantize_learned_backward,
     QuantizeKind.DYNAMIC_QUANTIZE: _dynamic_quantize,
     QuantizeKind.CHOOSE_QPARAMS: _choose_qparams,
     QuantizeKind.QUANTIZED_LINEAR: _quantized_linear,

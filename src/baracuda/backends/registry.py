@@ -41,9 +41,12 @@ def contract(problem: Problem) -> PrecisionGuarantee:
     """The numerical contract's guarantee: a kernel that keeps it says so, one that cannot declines."""
     f64 = problem.element is ElementKind.F64
     integer_sums = OPS[problem.op].category is OpCategory.GEMM
+    float_sums = problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD
     return PrecisionGuarantee(
         math_precision=MathPrecision.F64 if f64 else MathPrecision.F32,
-        accumulator=ElementKind.S32 if integer_sums else problem.element.math,
+        accumulator=ElementKind.S32 if integer_sums else ElementKind.F64 if float_sums else problem.element.math,
+        # Sums in f64 leave the last bit of the rounded result to the order of summation.
+        matches_reference=not float_sums,
     )
 
 
@@ -88,6 +91,8 @@ class Kernel:
 
 #: Fastest first. Each module is imported when a device it serves is first asked for, and offers `KERNELS`.
 BACKENDS: dict[BackendKind, str] = {
+    BackendKind.TRITON: "baracuda.backends.triton",
+    BackendKind.CPU: "baracuda.backends.cpu",
     BackendKind.REFERENCE: "baracuda.backends.reference",
 }
 

@@ -1,0 +1,203 @@
+"""Gradients: straight through the rounding, and to the scale and zero point where those are learned.
+
+The formulas hang on the `baracuda::` operators, so that eager calls, `torch.compile` and checkpointing share them.
+`quantize` and `dequantize` here are the differentiable pair: their integers travel in a float tensor, since torch gives
+integer tensors no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .backends.registry import Value
+from .errors import Unsupported
+from .execute import audience, cached_plan
+from .ops import _LIBRARY, OPERATORS, Key, rounded
+from .scope import PerChannel, Scope, Shape
+from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+
+_LINEAR_IN_GRAD_OUTPUT = (
+    QuantizeKind.QUANTIZE_BACKWARD,
+    QuantizeKind.DEQUANTIZE_BACKWARD,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+)
+
+
+def compute(
+    op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key, size: int | None = None, factor: float = 1.0
+) -> tuple[Tensor, ...]:
+    """The outputs of an op, recorded by whoever watches."""
+    watching = audience(*inputs)
+    if watching == "nobody":
+        return _direct(op, inputs, shape, key)
+    if watching == "autograd" and op in _FORMULAS:
+        return (_Recorded.apply(op, shape, key, size, factor, *inputs),)  # type: ignore[no-untyped-call]
+    return OPERATORS[op](inputs, key, size, factor)
+
+
+def _direct(op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key) -> tuple[Tensor, ...]:
+    device = next(value.device for value in inputs if isinstance(value, Tensor))
+    return cached_plan(device, op, shape, *key).compute(inputs)
+
+
+class _Recorded(torch.autograd.Function):
+    """An op on plain tensors, with the formula of its operator and without the operator's way through the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, op: QuantizeKind, shape: Shape, key: Key, size: int | None, factor: float, *inputs: Value
+    ) -> Tensor:
+        ctx.op = op
+        _FORMULAS[op].save(ctx, inputs, key, size, factor)
+        return _direct(op, OPERATORS[op].with_integers(inputs), shape, key)[-1]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        formula, unlearned = _FORMULAS[ctx.op], (None,) * 5
+        names = [operand.name for operand in formula.operator.inputs]
+        found = formula.found(ctx, names, ctx.needs_input_grad[len(unlearned) :], dy)
+        return (*unlearned, *[found.get(name) for name in names])
+
+
+def segment_sums(values: Tensor, scope: Scope) -> Tensor:
+    """The sum over each segment, accumulated in f64, in the type of `values`."""
+    view = scope.view(tuple(values.shape))
+    totals = values.to(torch.float64).reshape(view.shape).sum(dim=(0, 2))
+    return totals.to(values.dtype).reshape(scope.scale_shape(tuple(values.shape)))
+
+
+# -- formulas of the operators -----------------------------------------------------------------------------------
+
+
+class _Formula:
+    """Saves an operator's inputs, and names the gradients it returns."""
+
+    def __init__(self, op: QuantizeKind) -> None:
+        self.operator = OPERATORS[op]
+        torch.library.register_autograd(
+            self.operator.name, self.backward, setup_context=self.setup_context, lib=_LIBRARY
+        )
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        self.save(ctx, *self.operator.unflatten(inputs))
+        ctx.argument_count = len(inputs)
+
+    def save(self, ctx: Any, inputs: tuple[Any, ...], key: Key, size: int | None, grad_factor: float) -> None:
+        ctx.key, ctx.size, ctx.grad_factor = key, size, grad_factor
+        ctx.numbers = [None if isinstance(value, Tensor) else value for value in inputs]
+        ctx.save_for_backward(*[value if isinstance(value, Tensor) else None for value in inputs])
+
+    def backward(self, ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        names = self.operator.arguments
+        found = self.found(ctx, names, ctx.needs_input_grad[: len(names)], grads[-1])
+        return (*[found.get(name) for name in names], *[None] * (ctx.argument_count - len(names)))
+
+    def found(self, ctx: Any, names: Sequence[str], needs: Sequence[bool], dy: Tensor) -> dict[str, Tensor]:
+        operands = {
+            operand.name: number if tensor is None else tensor
+            for operand, tensor, number in zip(self.operator.inputs, ctx.saved_tensors, ctx.numbers, strict=True)
+        }
+        wanted = {name for name, need in zip(names, needs, strict=True) if need}
+        return self.gradients(ctx, operands, wanted, dy)
+
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+class _FakeQuantize(_Formula):
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        x, scale, zero_point = operands["input"], operands["scale"], operands["zero_point"]
+        inputs = (x, dy, scale, rounded(zero_point))
+        if not wanted & {"scale", "zero_point"}:
+            return {"input": compute(QuantizeKind.FAKE_QUANTIZE_BACKWARD, inputs, dy.shape, ctx.key)[0]}
+        dx, *sums = compute(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, inputs, dy.shape, ctx.key)
+        learned = {"scale": scale, "zero_point": zero_point}
+        return {"input": dx} | {
+            name: (total * ctx.grad_factor).to(learned[name].dtype)
+            for name, total in zip(learned, sums, strict=True)
+            if name in wanted
+        }
+
+
+class _Dequantize(_Formula):
+    """To the scale: the sum of dy * (q - zero_point) over its segment."""
+
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        if not wanted & {"scale", "zero_point"}:
+            return {}
+        element, quantized, q_min, q_max, scope = ctx.key[:5]
+        math, scale, zero_point = element.math, operands["scale"], operands["zero_point"]
+        dy = dy.to(math.dtype)
+        found = {}
+        if "scale" in wanted:
+            key = (math, quantized, q_min, q_max, scope, *ctx.key[5:])
+            (steps,) = OPERATORS[QuantizeKind.DEQUANTIZE]((operands["input"], 1.0, zero_point), key, ctx.size)
+            found["scale"] = (segment_sums(dy * steps, scope) * ctx.grad_factor).to(scale.dtype)
+        if "zero_point" in wanted:
+            found["zero_point"] = (-segment_sums(dy, scope) * scale * ctx.grad_factor).to(zero_point.dtype)
+        return found
+
+
+class _Linear(_Formula):
+    """To x as if the activations had not been rounded, and to the bias."""
+
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        found = {}
+        if "activation" in wanted:
+            element, weight_q, kind = ctx.key[0], operands["weight_q"], ctx.key[9]
+            key = static_key(element, kind, kind.q_min, kind.q_max, PerChannel(0))
+            size = operands["activation"].shape[1] if kind.is_packed else None
+            (weight,) = OPERATORS[QuantizeKind.DEQUANTIZE]((weight_q, operands["weight_scale"], None), key, size)
+            found["activation"] = dy @ weight
+        if "bias" in wanted:
+            found["bias"] = dy.sum(dim=0).to(operands["bias"].dtype)
+        return found
+
+
+class _Backward(_Formula):
+    """A backward op multiplies dy, element by element, with something that does not depend on it: so does its own."""
+
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        inputs = (operands["input"], dy, operands["scale"], operands["zero_point"])
+        return {"grad_output": compute(self.operator.op, inputs, dy.shape, ctx.key)[0]}
+
+
+class _Once(_Formula):
+    def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        raise Unsupported("the gradient of a learned scale has no gradient of its own; drop create_graph=True")
+
+
+class _Constant(_Formula):
+    """A range found in the data counts as a constant."""
+
+    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(*output)
+
+
+_Constant(QuantizeKind.DYNAMIC_QUANTIZE)
+_Constant(QuantizeKind.CHOOSE_QPARAMS)
+_Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
+_FORMULAS: dict[QuantizeKind, _Formula] = {
+    QuantizeKind.FAKE_QUANTIZE: _FakeQuantize(QuantizeKind.FAKE_QUANTIZE),
+    QuantizeKind.DEQUANTIZE: _Dequantize(QuantizeKind.DEQUANTIZE),
+    QuantizeKind.QUANTIZED_LINEAR: _Linear(QuantizeKind.QUANTIZED_LINEAR),
+    QuantizeKind.SMOOTHQUANT_LINEAR: _Linear(QuantizeKind.SMOOTHQUANT_LINEAR),
+    **{op: _Backward(op) for op in _LINEAR_IN_GRAD_OUTPUT},
+}
+
+
+def static_key(
+    element: ElementKind,
+    quantized: ElementKind,
+    q_min: int,
+    q_max: int,
+    scope: Scope,
+    arithmetic: Arithmetic = Arithmetic.DIVIDE,
+) -> Key:
+    """The key of an op whose scale is given."""
+    mode, stored, weight = DynamicRangeMode.SYMMETRIC, ElementKind.F32, ElementKind.S8
+    return element, quantized, q_min, q_max, scope, mode, arithmetic, stored, False, weight

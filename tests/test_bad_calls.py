@@ -1,0 +1,323 @@
+"""Wrong input to the functions: the documented error, what was expected and what came, and nothing written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from plan_table import POISON
+from torch import Tensor
+
+import baracuda
+from baracuda import InvalidProblem, PerChannel, PerGroup, PerToken, Unsupported
+
+X = torch.linspace(-3, 3, 24).view(4, 6)
+Q = X.to(torch.int8)
+W, WS = torch.ones(3, 6, dtype=torch.int8), torch.ones(3)
+FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
+    (
+        "x is a list",
+        lambda: baracuda.quantize([1.0], 1.0),
+        InvalidProblem,
+        "x: expected a torch tensor or an array .*got list",
+    ),
+    ("x is integer", lambda: baracuda.quantize(Q, 1.0), Unsupported, "the float tensor: .*got s8"),
+    (
+        "x is int64",
+        lambda: baracuda.quantize(X.long(), 1.0),
+        InvalidProblem,
+        r"expected an element kind .*torch\.int64",
+    ),
+    (
+        "x is text",
+        lambda: baracuda.quantize(np.array(["a"]), 1.0),
+        InvalidProblem,
+        "x: expected an array torch can read",
+    ),
+    (
+        "x is sparse",
+        lambda: baracuda.quantize(X.to_sparse(), 1.0),
+        InvalidProblem,
+        "a dense tensor, got layout torch.sparse_coo",
+    ),
+    ("scale is missing", lambda: baracuda.quantize(X, None), InvalidProblem, "scale: expected .*got None"),
+    ("scale is text", lambda: baracuda.quantize(X, "0.1"), InvalidProblem, "scale: expected .*got str"),
+    ("scale is a list", lambda: baracuda.quantize(X, [0.1]), InvalidProblem, "scale: expected .*got list"),
+    (
+        "scale has a shape",
+        lambda: baracuda.quantize(X, torch.ones(4)),
+        InvalidProblem,
+        r"scale: expected shape \[\], got \[4\]",
+    ),
+    (
+        "scale elsewhere",
+        lambda: baracuda.quantize(X, torch.ones((), device="meta")),
+        InvalidProblem,
+        "on cpu, got one on meta",
+    ),
+    (
+        "scale is f64",
+        lambda: baracuda.quantize(X, torch.ones((), dtype=torch.float64)),
+        InvalidProblem,
+        "got torch.float64",
+    ),
+    (
+        "scales of a token",
+        lambda: baracuda.quantize(X, torch.ones(6), scope=PerToken()),
+        InvalidProblem,
+        r"\[4\], got \[6\]",
+    ),
+    (
+        "zero point is a float",
+        lambda: baracuda.quantize(X, 1.0, 0.5),
+        InvalidProblem,
+        r"zero_point: expected an integer.*0\.5",
+    ),
+    (
+        "zero point is too large",
+        lambda: baracuda.quantize(X, 1.0, 2**24),
+        InvalidProblem,
+        "zero_point: expected an integer in",
+    ),
+    ("zero point is text", lambda: baracuda.quantize(X, 1.0, "3"), InvalidProblem, "zero_point: expected .*got str"),
+    (
+        "zero point of floats",
+        lambda: baracuda.quantize(X, 1.0, torch.tensor(1.0)),
+        InvalidProblem,
+        "an integer tensor, got torch.float32",
+    ),
+    (
+        "zero point of bools",
+        lambda: baracuda.quantize(X, 1.0, torch.tensor(True)),
+        InvalidProblem,
+        "an integer tensor, got torch.bool",
+    ),
+    (
+        "zero point elsewhere",
+        lambda: baracuda.quantize(X, 1.0, torch.tensor(1, device="meta")),
+        InvalidProblem,
+        "got one on meta",
+    ),
+    ("scope is text", lambda: baracuda.quantize(X, 1.0, scope="token"), InvalidProblem, "scope.*'token'"),
+    (
+        "axis is outside",
+        lambda: baracuda.quantize(X, 1.0, scope=PerChannel(2)),
+        InvalidProblem,
+        r"an axis in \[-2, 1\]",
+    ),
+    (
+        "axis of a scalar",
+        lambda: baracuda.quantize(X[0, 0], 1.0, scope=PerToken()),
+        InvalidProblem,
+        "at least one axis",
+    ),
+    (
+        "group does not divide",
+        lambda: baracuda.quantize(X, 1.0, scope=PerGroup(4)),
+        InvalidProblem,
+        "6 elements, not a multiple of 4",
+    ),
+    (
+        "range of another type",
+        lambda: baracuda.quantize(X, 1.0, dtype="u4", q_max=16),
+        InvalidProblem,
+        r"u4's range \[0, 15\], got \[0, 16\]",
+    ),
+    ("range is turned", lambda: baracuda.quantize(X, 1.0, q_min=1, q_max=0), InvalidProblem, "q_min=1, q_max=0"),
+    (
+        "q_min is a float",
+        lambda: (baracuda.quantize(X, 1.0, q_min=-4), baracuda.quantize(X, 1.0, q_min=-4.0)),
+        InvalidProblem,
+        r"-4\.0",
+    ),
+    (
+        "q_max is a bool",
+        lambda: (baracuda.quantize(X, 1.0, q_max=1), baracuda.quantize(X, 1.0, q_max=True)),
+        InvalidProblem,
+        "True",
+    ),
+    (
+        "dtype is unknown",
+        lambda: baracuda.quantize(X, 1.0, dtype="int7"),
+        InvalidProblem,
+        "expected an element kind .*'int7'",
+    ),
+    (
+        "arithmetic is unknown",
+        lambda: baracuda.quantize(X, 1.0, arithmetic="x"),
+        InvalidProblem,
+        "'divide', 'reciprocal', got 'x'",
+    ),
+    ("q is float", lambda: baracuda.dequantize(X, 1.0), Unsupported, "the quantized tensor: .*got f32"),
+    (
+        "element is not q's",
+        lambda: baracuda.dequantize(Q, 1.0, element="u8"),
+        InvalidProblem,
+        "torch.uint8 tensor for element u8, got torch.int8",
+    ),
+    (
+        "size does not fit",
+        lambda: baracuda.dequantize(Q.byte(), 1.0, element="s4", size=9),
+        InvalidProblem,
+        "expected 12 or 11 .*got 9",
+    ),
+    (
+        "fake range is too wide",
+        lambda: baracuda.fake_quantize(X, 1.0, q_min=-1, q_max=200),
+        InvalidProblem,
+        r"got \[-1, 200\]",
+    ),
+    (
+        "mode is unknown",
+        lambda: baracuda.dynamic_quantize(X, mode="both"),
+        InvalidProblem,
+        "'symmetric', 'asymmetric', got 'both'",
+    ),
+    (
+        "symmetric without a top",
+        lambda: baracuda.dynamic_quantize(X, q_min=-8, q_max=0),
+        InvalidProblem,
+        "expected q_max > 0, got 0",
+    ),
+    (
+        "scale dtype is foreign",
+        lambda: baracuda.dynamic_quantize(X, scale_dtype="f16"),
+        Unsupported,
+        "the stored scale: .*got f16",
+    ),
+    ("no token to choose", lambda: baracuda.choose_qparams(X[0, 0]), InvalidProblem, "at least one axis"),
+    (
+        "weight is a vector",
+        lambda: baracuda.quantized_linear(X, W[0], WS),
+        InvalidProblem,
+        r"a weight of shape \[N, K\], got .*\[6\]",
+    ),
+    (
+        "weight is too short",
+        lambda: baracuda.quantized_linear(X, W[:, :5], WS),
+        InvalidProblem,
+        r"weight_q: expected shape \[3, 6\], got \[3, 5\]",
+    ),
+    ("weight is float", lambda: baracuda.quantized_linear(X, W.float(), WS), Unsupported, "the weight: .*got f32"),
+    (
+        "weight is elsewhere",
+        lambda: baracuda.quantized_linear(X, W.to("meta"), WS),
+        InvalidProblem,
+        "weight_q: .*got one on meta",
+    ),
+    (
+        "weight scales too few",
+        lambda: baracuda.quantized_linear(X, W, WS[:2]),
+        InvalidProblem,
+        r"weight_scale: expected shape \[3\], got \[2\]",
+    ),
+    (
+        "bias too long",
+        lambda: baracuda.quantized_linear(X, W, WS, torch.ones(4)),
+        InvalidProblem,
+        r"bias: expected shape \[3\], got \[4\]",
+    ),
+    ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
+    (
+        "act_scale is nan",
+        lambda: baracuda.smoothquant_linear(Q, W, math.nan, WS),
+        InvalidProblem,
+        "finite and > 0 .*got nan",
+    ),
+    (
+        "act_q is float",
+        lambda: baracuda.smoothquant_linear(X, W, 1.0, WS),
+        Unsupported,
+        "the quantized tensor: .*got f32",
+    ),
+    (
+        "act zero point outside",
+        lambda: baracuda.smoothquant_linear(Q, W, 1.0, WS, act_zero_point=200),
+        InvalidProblem,
+        "act_zero_point: .*200",
+    ),
+    (
+        "out is an array",
+        lambda: baracuda.quantized_linear(X, W, WS, out=np.ones((4, 3), np.float32)),
+        InvalidProblem,
+        "expected .*got",
+    ),
+    (
+        "packing floats",
+        lambda: baracuda.pack_int4(X),
+        InvalidProblem,
+        "pack_int4: expected an integer tensor, got torch.float32",
+    ),
+    ("packing bytes", lambda: baracuda.pack_int4(Q, "s8"), InvalidProblem, "a packed element, 's4' or 'u4', got 's8'"),
+    (
+        "unpacking s8",
+        lambda: baracuda.unpack_int4(Q),
+        InvalidProblem,
+        "unpack_int4: expected a uint8 tensor .*got torch.int8",
+    ),
+    (
+        "unpacking too much",
+        lambda: baracuda.unpack_int4(Q.byte(), size=13),
+        InvalidProblem,
+        "expected size 12 or 11 .*got 13",
+    ),
+    ("a group of nothing", lambda: PerGroup(0), InvalidProblem, "a size of at least 1, got 0"),
+    ("a group of True", lambda: PerGroup(True), InvalidProblem, "a size of at least 1, got True"),
+]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [row[1:] for row in FUNCTIONS], ids=[row[0] for row in FUNCTIONS]
+)
+def test_a_function_refuses(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+Q8, LINEAR_OUT = torch.full((4, 6), POISON, dtype=torch.int8), torch.full((4, 3), float(POISON))
+
+
+def quantize(out: Tensor) -> Tensor:
+    return baracuda.quantize(X, 1.0, out=out)
+
+
+def linear(out: Tensor) -> Tensor:
+    return baracuda.quantized_linear(X, W, WS, out=out)
+
+
+def over_its_neighbour(out: Tensor) -> Tensor:
+    return baracuda.fake_quantize(out.view(-1)[:6], 1.0, out=out.view(-1)[1:7])
+
+
+OUTS: list[tuple[str, Callable[[Tensor], object], Tensor, str]] = [
+    ("dtype", quantize, Q8.to(torch.uint8), "int8.*got torch.uint8"),
+    ("shape", quantize, Q8.view(6, 4), r"\[4, 6\], got \[6, 4\]"),
+    ("expanded", quantize, Q8[:, :1].expand(4, 6), "an element per address"),
+    ("packed shape", lambda out: baracuda.quantize(X, 1.0, dtype="s4", out=out), Q8.to(torch.uint8), r"\[4, 3\]"),
+    ("elsewhere", lambda out: baracuda.fake_quantize(X, 1.0, out=out), X.to("meta"), "on cpu, got .* on meta"),
+    ("overlap", over_its_neighbour, LINEAR_OUT, "overlaps input in memory"),
+    ("linear shape", linear, LINEAR_OUT.T, r"\[4, 3\], got \[3, 4\]"),
+    ("linear dtype", linear, LINEAR_OUT.long(), "torch.float32.*got torch.int64"),
+    ("linear strided dtype", linear, LINEAR_OUT.long().view(3, 4).T, "torch.float32.*got torch.int64"),
+    ("linear elsewhere", linear, LINEAR_OUT.view(3, 4).T.to("meta"), "on cpu, got .* on meta"),
+    ("linear expanded", linear, LINEAR_OUT[:1].expand(4, 3), "an element per address"),
+]
+
+
+@pytest.mark.parametrize(("call", "out", "message"), [row[1:] for row in OUTS], ids=[row[0] for row in OUTS])
+def test_a_wrong_out_is_refused_and_left_alone(call: Callable[[Tensor], object], out: Tensor, message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        call(out)
+    assert out.device.type == "meta" or (out == POISON).all()
+
+
+def test_out_and_gradients_exclude_each_other() -> None:
+    x, out = X.clone().requires_grad_(), torch.full_like(X, POISON)
+    with pytest.raises(InvalidProblem, match=r"out= does not record gradients"):
+        baracuda.fake_quantize(x, 1.0, out=out)
+    assert (out == POISON).all()
+    with torch.no_grad():
+        assert baracuda.fake_quantize(x, 1.0, out=out) is out
