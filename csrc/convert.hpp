@@ -79,6 +79,30 @@ inline void narrow_f16(const float* from, uint16_t* to, int64_t n) {
     IVDEP for (; i < n; ++i) to[i] = to_f16(from[i]);
 }
 
+inline void widen_bf16(const uint16_t* from, float* to, int64_t n) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= n; i += 16) {
+        const __m512i x = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i)));
+        _mm512_storeu_si512(to + i, _mm512_slli_epi32(x, 16));
+    }
+#endif
+    IVDEP for (; i < n; ++i) to[i] = from_bf16(from[i]);
+}
+
+inline void narrow_bf16(const float* from, uint16_t* to, int64_t n) {
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1);
+    for (; i + 16 <= n; i += 16) {
+        const __m512i x = _mm512_loadu_si512(from + i), odd = _mm512_and_si512(_mm512_srli_epi32(x, 16), one);
+        const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(x, half), odd), 16);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), _mm512_cvtepi32_epi16(rounded));
+    }
+#endif
+    IVDEP for (; i < n; ++i) to[i] = to_bf16(from[i]);
+}
+
 template <class M>
 inline void widen(int code, const char* data, int64_t first, int64_t n, M* to) {
     if (code == F16) {
@@ -90,7 +114,11 @@ inline void widen(int code, const char* data, int64_t first, int64_t n, M* to) {
         }
     } else if (code == BF16) {
         const uint16_t* from = reinterpret_cast<const uint16_t*>(data) + first;
-        IVDEP for (int64_t i = 0; i < n; ++i) to[i] = from_bf16(from[i]);
+        if constexpr (sizeof(M) == 4) {
+            widen_bf16(from, to, n);
+        } else {
+            for (int64_t i = 0; i < n; ++i) to[i] = from_bf16(from[i]);
+        }
     } else if (code == F32) {
         const float* from = reinterpret_cast<const float*>(data) + first;
         IVDEP for (int64_t i = 0; i < n; ++i) to[i] = M(from[i]);
@@ -105,8 +133,7 @@ inline void narrow(int code, const M* from, int64_t n, char* to) {
     if (code == F16) {
         if constexpr (sizeof(M) == 4) narrow_f16(from, reinterpret_cast<uint16_t*>(to), n);
     } else if (code == BF16) {
-        uint16_t* half = reinterpret_cast<uint16_t*>(to);
-        IVDEP for (int64_t i = 0; i < n; ++i) half[i] = to_bf16(float(from[i]));
+        if constexpr (sizeof(M) == 4) narrow_bf16(from, reinterpret_cast<uint16_t*>(to), n);
     } else {
         memcpy(to, from, n * sizeof(M));
     }

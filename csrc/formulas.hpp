@@ -1,12 +1,14 @@
 // The formulas of the numerical contract, each written once. Included once per instruction set.
 #pragma once
+#include <type_traits>
+
 #include "convert.hpp"
 
 namespace baracuda {
 namespace {
 
-// How x meets its scale. CORRECTED gives the same steps as DIVIDE without a division, where `correctable` says so.
-enum Division { DIVIDE, RECIPROCAL, CORRECTED };
+// How x meets its scale.
+enum Division { DIVIDE, RECIPROCAL };
 
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool HAS_FMA = true;
@@ -14,23 +16,15 @@ constexpr bool HAS_FMA = true;
 constexpr bool HAS_FMA = false;
 #endif
 
-// Inside these bounds no product or remainder that decides a step can underflow or overflow.
-inline bool correctable(float scale) { return HAS_FMA && scale >= 0x1p-100f && scale <= 0x1p100f; }
-inline bool correctable(double) { return false; }
-
 inline float fused(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double fused(double a, double b, double c) { return __builtin_fma(a, b, c); }
 inline float magnitude(float x) { return __builtin_fabsf(x); }
 inline double magnitude(double x) { return __builtin_fabs(x); }
 
-// x / scale (r is 1 / scale). Corrected: one Newton step on the quotient; beyond 2**25 every clamp has decided already.
+// x / scale, correctly rounded, or x * r with r = 1 / scale.
 template <int D, class M>
 inline M divide(M x, M scale, M r) {
-    if (D == DIVIDE) return x / scale;
-    M q = x * r;
-    if (D == RECIPROCAL) return q;
-    M corrected = fused(fused(-q, scale, x), r, q);
-    return magnitude(q) < M(0x1p25) ? corrected : q;
+    return D == RECIPROCAL ? x * r : x / scale;
 }
 
 // Ties to even. Without an instruction for it, adding and subtracting 2**23 (2**52) rounds what has a fraction.
@@ -87,6 +81,83 @@ inline bool in_range(M x, const P& p, int64_t i, int q_min, int q_max) {
     return (low <= t) & (t <= high);
 }
 
+// -- without a division ------------------------------------------------------------------------------------------
+
+// Adding and subtracting it rounds what is below 2**22 in magnitude; its lowest byte is 0.
+constexpr float ROUNDER = 0x1.8p23f;
+
+// One scale and one range for a run. x is clamped where the quotient would be: low * scale, rounded, still divides to
+// low while that is small. Then the quotient x * r gets one Newton step, which makes it round to the same integer as the
+// division; nothing that decides can underflow or overflow between these bounds of the scale.
+struct Corrected {
+    float s, r, low, high;
+    int32_t zp;
+
+    static bool possible(float s, int32_t zp) {
+        return HAS_FMA && s >= 0x1p-100f && s <= 0x1p100f && zp > -(1 << 21) && zp < 1 << 21;
+    }
+    Corrected(const One<float>& one, int q_min, int q_max)
+        : s(one.s), r(one.r), low(float(q_min - one.zp) * s), high(float(q_max - one.zp) * s), zp(one.zp) {}
+
+    float with_rounder(float x) const {
+        x = x > low ? x : low;
+        x = x < high ? x : high;
+        float q = x * r;
+        return fused(fused(-q, s, x), r, q) + ROUNDER;
+    }
+};
+
+inline void quantize_corrected(const float* x, uint8_t* q, int64_t n, const Corrected c) {
+    const uint32_t zp = uint32_t(c.zp);
+    IVDEP for (int64_t i = 0; i < n; ++i) q[i] = uint8_t(bits<uint32_t>(c.with_rounder(x[i])) + zp);
+}
+
+// The difference is never -0, and the product never NaN.
+inline void fake_quantize_corrected(const float* x, float* y, int64_t n, const Corrected c) {
+    IVDEP for (int64_t i = 0; i < n; ++i) y[i] = (c.with_rounder(x[i]) - ROUNDER) * c.s;
+}
+
+// The least and the greatest x whose steps are in range: for a long run, two comparisons instead of a division each.
+template <class M>
+struct Passes {
+    using I = std::conditional_t<sizeof(M) == 4, int32_t, int64_t>;
+    M low, high;
+
+    static bool possible(M s, int32_t zp) {
+        const M limit = sizeof(M) == 4 ? M(0x1p100) : M(0x1p500);
+        return s >= 1 / limit && s <= limit && zp > -(1 << 21) && zp < 1 << 21;
+    }
+    // One float further from (away) or closer to zero; the start is never so close that it would cross it.
+    static M moved(M x, bool away) { return bits<M>(I(bits<I>(x) + (away ? 1 : -1))); }
+
+    Passes() : low(0), high(0) {}
+    Passes(const One<M>& one, int q_min, int q_max) {
+        const M first = M(q_min - one.zp), last = M(q_max - one.zp);
+        auto enough = [&](M x) { return rounded(x / one.s) >= first; };
+        auto few = [&](M x) { return rounded(x / one.s) <= last; };
+        low = (first - M(0.5)) * one.s, high = (last + M(0.5)) * one.s;
+        while (!enough(low)) low = moved(low, low > 0);
+        while (enough(moved(low, low < 0))) low = moved(low, low < 0);
+        while (!few(high)) high = moved(high, high < 0);
+        while (few(moved(high, high > 0))) high = moved(high, high > 0);
+    }
+    bool operator()(M x) const { return (low <= x) & (x <= high); }
+};
+
+template <class M>
+inline void backward(bool divides, const M* x, const M* dy, M* y, int64_t n, const One<M> one, const Passes<M> passes) {
+    if (divides) {
+        IVDEP for (int64_t i = 0; i < n; ++i) {
+            M g = dy[i] / one.s;
+            y[i] = canonical(passes(x[i]) ? g : M(0));
+        }
+    } else {
+        IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(passes(x[i]) ? dy[i] : M(0));
+    }
+}
+
+// -- a tile ------------------------------------------------------------------------------------------------------
+
 // The buffers of one tile: floats in the math type, integers one a byte. An output may be one of the inputs.
 template <class M>
 struct Span {
@@ -105,8 +176,6 @@ inline void apply(const Problem& problem, const Span<M>& span, P p) {
     M* y = span.y;
     uint8_t* q_out = span.q_out;
     const int64_t n = span.n;
-    // A gradient is divided for good: the correction is exact only where rounding and clamping follow.
-    constexpr int GRADIENT = D == CORRECTED ? int(DIVIDE) : D;
     switch (problem.op) {
         case DEQUANTIZE:
             if (problem.quantized == U8) {
@@ -123,7 +192,7 @@ inline void apply(const Problem& problem, const Span<M>& span, P p) {
             break;
         case QUANTIZE_BACKWARD:
             IVDEP for (int64_t i = 0; i < n; ++i) {
-                M g = divide<GRADIENT>(dy[i], p.scale(i), p.inverse(i));
+                M g = divide<D>(dy[i], p.scale(i), p.inverse(i));
                 y[i] = canonical(in_range<D>(x[i], p, i, q_min, q_max) ? g : M(0));
             }
             break;

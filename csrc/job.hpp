@@ -2,6 +2,9 @@
 #pragma once
 #include <cstdint>
 
+// Every instruction set compiles this header: a function of it that was not inlined could be the wrong set's copy.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace baracuda {
 
 enum Op : int {
@@ -18,18 +21,20 @@ enum Op : int {
 
 enum Element : int { F16, BF16, F32, F64, S8, U8, S4, U4, ELEMENT_COUNT };
 
-inline bool is_float(int element) { return element <= F64; }
-inline bool is_packed(int element) { return element >= S4; }
-inline int64_t bytes_of(int element) { return element == F64 ? 8 : element == F32 ? 4 : element <= BF16 ? 2 : 1; }
+ALWAYS_INLINE bool is_float(int element) { return element <= F64; }
+ALWAYS_INLINE bool is_packed(int element) { return element >= S4; }
+ALWAYS_INLINE int64_t bytes_of(int element) { return element == F64 ? 8 : element == F32 ? 4 : element <= BF16 ? 2 : 1; }
 
 constexpr int32_t MAX_ZERO_POINT = (1 << 24) - 256;
+// The most segments whose range one thread finds at a time, their keys on its stack.
+constexpr int64_t BLOCK_SEGMENTS = 1024;
 
 // A contiguous tensor seen as [repeat, rows, run, inner]; its scales are [rows, inner].
 struct View {
     int64_t repeat, rows, run, inner;
-    int64_t segments() const { return rows * inner; }
-    int64_t segment_length() const { return repeat * run; }
-    int64_t numel() const { return segments() * segment_length(); }
+    ALWAYS_INLINE int64_t segments() const { return rows * inner; }
+    ALWAYS_INLINE int64_t segment_length() const { return repeat * run; }
+    ALWAYS_INLINE int64_t numel() const { return segments() * segment_length(); }
 };
 
 struct Problem {
@@ -95,17 +100,6 @@ struct Kernels {
     void (*shift)(const Dot&, int64_t m, int64_t k, int8_t* out, int64_t part, int64_t parts);
     void (*epilogue)(const Epilogue&, const int32_t* acc, int64_t part, int64_t parts);
     void (*small_linear)(const Epilogue&, const Dot&, int64_t part, int64_t parts);
-};
-
-bool range_is_fused(const Problem&);
-
-// The default rounding and no flushing of subnormals while it lives: torch.set_flush_denormal must not change our bits.
-class PlainFloats {
-    uint64_t before_;
-
-public:
-    PlainFloats();
-    ~PlainFloats();
 };
 
 }  // namespace baracuda

@@ -115,7 +115,7 @@ def test_importing_loads_neither_triton_nor_the_command_line_nor_numpys_friends(
 
 #: Lowest first; a module imports modules of lower lines only, or of its own folder.
 LAYERS = [
-    ["errors"],
+    ["errors", "memory"],
     ["types"],
     ["scope"],
     ["problem", "arrays"],

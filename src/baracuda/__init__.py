@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .descriptors import (
     BackwardArgs,
     DequantizePerChannelArgs,
@@ -99,6 +102,24 @@ from .types import (
     Support,
 )
 
+if TYPE_CHECKING:
+    from . import flow, nn, parallel
+    from .flow import load
+    from .models import LinearScheme, Report, convert, prepare_qat, quantize_model
+
+#: Loaded when first asked for, so that `import baracuda` stays quick.
+_LAZY = {
+    "LinearScheme": "models",
+    "Report": "models",
+    "convert": "models",
+    "flow": "flow",
+    "load": "flow",
+    "nn": "nn",
+    "parallel": "parallel",
+    "prepare_qat": "models",
+    "quantize_model": "models",
+}
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -144,6 +165,7 @@ __all__ = [
     "FakeQuantizePlan",
     "InvalidProblem",
     "KernelSku",
+    "LinearScheme",
     "MathPrecision",
     "OpCategory",
     "PerChannel",
@@ -183,6 +205,7 @@ __all__ = [
     "QuantizedLinearArgs",
     "QuantizedLinearDescriptor",
     "QuantizedLinearPlan",
+    "Report",
     "Scope",
     "SmoothQuantLinearArgs",
     "SmoothQuantLinearDescriptor",
@@ -192,12 +215,28 @@ __all__ = [
     "WorkspaceTooSmall",
     "__version__",
     "choose_qparams",
+    "convert",
     "dequantize",
     "dynamic_quantize",
     "fake_quantize",
+    "flow",
+    "load",
+    "nn",
     "pack_int4",
+    "parallel",
+    "prepare_qat",
     "quantize",
+    "quantize_model",
     "quantized_linear",
     "smoothquant_linear",
     "unpack_int4",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'baracuda' has no attribute {name!r}")
+    module = import_module(f".{_LAZY[name]}", __name__)
+    value = module if name == _LAZY[name] else getattr(module, name)
+    globals()[name] = value
+    return value

@@ -17,7 +17,7 @@ from .backends.registry import Value
 from .errors import Unsupported
 from .execute import audience, cached_plan
 from .ops import _LIBRARY, OPERATORS, Key, rounded
-from .scope import PerChannel, Scope, Shape
+from .scope import PerChannel, PerTensor, Scope, Shape
 from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 _LINEAR_IN_GRAD_OUTPUT = (
@@ -45,7 +45,7 @@ def _direct(op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key)
 
 
 class _Recorded(torch.autograd.Function):
-    """An op on plain tensors, with the formula of its operator and without the operator's way through the dispatcher."""
+    """An op on plain tensors, with the formula of its operator but not the operator's way through the dispatcher."""
 
     @staticmethod
     def forward(
@@ -201,3 +201,92 @@ def static_key(
     """The key of an op whose scale is given."""
     mode, stored, weight = DynamicRangeMode.SYMMETRIC, ElementKind.F32, ElementKind.S8
     return element, quantized, q_min, q_max, scope, mode, arithmetic, stored, False, weight
+
+
+# -- the differentiable pair -------------------------------------------------------------------------------------
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Value, zero_point: Value, key: Key) -> Tensor:
+        ctx.key, ctx.numbers = key, [None if isinstance(v, Tensor) else v for v in (x, scale, zero_point)]
+        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in (x, scale, zero_point)])
+        return compute(QuantizeKind.QUANTIZE, (x, scale, zero_point), x.shape, key)[0].to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale, zero_point = (n if t is None else t for t, n in zip(ctx.saved_tensors, ctx.numbers, strict=True))
+        inputs = (x, dy, scale, zero_point)
+        return compute(QuantizeKind.QUANTIZE_BACKWARD, inputs, dy.shape, ctx.key)[0], None, None, None
+
+
+class _Dequantized(torch.autograd.Function):
+    """Adds the gradient of the integers to an operator that has those of scale and zero point."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, y: Tensor, scale: Value, key: Key) -> Tensor:
+        ctx.key, ctx.number = key, None if isinstance(scale, Tensor) else scale
+        ctx.save_for_backward(scale if isinstance(scale, Tensor) else None)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        inputs = (None, dy, ctx.number if scale is None else scale, None)
+        return compute(QuantizeKind.DEQUANTIZE_BACKWARD, inputs, dy.shape, ctx.key)[0], dy, None, None
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        return dy, None
+
+
+def straight_through(x: Tensor, y: Tensor) -> Tensor:
+    """y, with the gradient of x: for a fake-quantization that clips nothing, whose backward would only copy."""
+    result: Tensor = _StraightThrough.apply(x, y)  # type: ignore[no-untyped-call]
+    return result
+
+
+def quantize(
+    x: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | int | None = None,
+    *,
+    scope: Scope = PerTensor(),
+    dtype: Any = ElementKind.S8,
+    arithmetic: Arithmetic = Arithmetic.DIVIDE,
+) -> Tensor:
+    """The integers of `baracuda.quantize` in x's own float type; dx = dy / scale where x was in range, else 0."""
+    kind = _carried(dtype)
+    key = static_key(ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, arithmetic)
+    result: Tensor = _Quantize.apply(x, scale, zero_point, key)  # type: ignore[no-untyped-call]
+    return result
+
+
+def dequantize(
+    q: Tensor,
+    scale: Tensor | float,
+    zero_point: Tensor | int | None = None,
+    *,
+    scope: Scope = PerTensor(),
+    element: Any = ElementKind.S8,
+) -> Tensor:
+    """(q - zero_point) * scale for integers in a float tensor; dq = dy * scale, and the scale's own gradient."""
+    kind = _carried(element)
+    key = static_key(ElementKind.of(q.dtype), kind, kind.q_min, kind.q_max, scope)
+    integers = q.detach().to(kind.dtype)
+    (y,) = compute(QuantizeKind.DEQUANTIZE, (integers, scale, zero_point), q.shape, key)
+    result: Tensor = _Dequantized.apply(q, y, scale, key)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _carried(element: Any) -> ElementKind:
+    kind = ElementKind.of(element)
+    if kind.is_packed or kind.is_float:
+        raise Unsupported(f"expected s8 or u8, whose integers every float type holds one by one, got {kind.value}")
+    return kind

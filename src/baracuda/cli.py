@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from . import __version__, demo
@@ -48,9 +53,140 @@ def info(
 @app.command(name="demo")
 def run_demo(
     device: Annotated[str | None, typer.Option(help="Where to run; torch's default device unless given.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to work; a temporary folder unless given.")
+    ] = None,
+    scopes: Annotated[
+        bool, typer.Option(help="What each scope costs and saves on one tensor, instead of a model.")
+    ] = False,
 ) -> None:
-    """A first minute: quantize a tensor with outlier channels in every scope, then run a SmoothQuant linear."""
-    demo.run(console, _device(device))
+    """A first minute: make a small model, quantize it in every scheme, check it and see what it cost."""
+    if scopes:
+        return demo.run_scopes(console, _device(device))
+    with _errors():
+        demo.run(console, _device(device), output)
+    return None
+
+
+@app.command()
+def quantize(
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
+    out: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    scheme: Annotated[str, typer.Option(help="w8a8, w8a8-smoothquant or w4a16.")] = "w8a8",
+    activations: Annotated[
+        str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
+    ] = "dynamic",
+    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
+    evaluate: Annotated[Path | None, typer.Option(help="Data to measure the result on; the report tells.")] = None,
+    alpha: Annotated[str, typer.Option(help="Smoothing strength from 0 to 1, or auto: searched per layer.")] = "0.5",
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Modules to leave: a name, a shell pattern or re:REGEX.")
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a16.")] = 128,
+    samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    resume: Annotated[bool, typer.Option(help="Go on with a run that was killed.")] = False,
+) -> None:
+    """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
+    with _errors():
+        from .flow import quantize_checkpoint  # noqa: PLC0415
+
+        with _bars() as progress:
+            content = quantize_checkpoint(
+                model_dir,
+                out,
+                scheme=scheme,
+                activations=activations,
+                calibration=calibration,
+                evaluation=evaluate,
+                alpha=_alpha(alpha),
+                ignore=tuple(ignore or ()),
+                group_size=group_size,
+                samples=samples,
+                sequence_length=sequence_length,
+                device=device,
+                resume=resume,
+                progress=progress,
+            )
+        if content:
+            console.print(_summary(content, out))
+
+
+@app.command()
+def verify(
+    out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
+    against: Annotated[Path | None, typer.Option(help="The checkpoint it was made from.")] = None,
+) -> None:
+    """Check every tensor, scale and setting a server relies on; exits with 1 when something is wrong."""
+    from .flow import verify as check  # noqa: PLC0415
+
+    with _errors():
+        findings = check(out, against)
+    if findings:
+        table = Table("finding", "where", "what", title=f"{len(findings)} findings")
+        for finding in findings:
+            table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
+        console.print(table)
+        raise typer.Exit(1)
+    console.print(f"[green]{escape(str(out))}: nothing is wrong[/]", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")]) -> None:
+    """Draw the report's page again from its numbers."""
+    from .flow import report as rebuild  # noqa: PLC0415
+
+    with _errors():
+        console.print(f"{rebuild(out)}", highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What baracuda raises on purpose is told in a sentence; anything else is a bug and keeps its trace."""
+    try:
+        yield
+    except BaracudaError as error:
+        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _alpha(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
+    """A bar for each stage, with the time left. Only the first rank draws."""
+    quiet = os.environ.get("RANK", "0") != "0"
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[label]}", style="dim"),
+    )
+    with Progress(*columns, console=console, disable=quiet) as drawn:
+        tasks: dict[str, TaskID] = {}
+
+        def progress(stage: str, done: int, total: int, label: str) -> None:
+            if stage not in tasks:
+                tasks[stage] = drawn.add_task(stage, total=total, label="")
+            drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
+
+        yield progress
+
+
+def _summary(content: dict[str, Any], out: Path) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in demo.summary(content):
+        table.add_row(name, value)
+    table.add_row("report", str(out / "baracuda_report.html"))
+    table.add_row("next", f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})")
+    return table
 
 
 def _device(name: str | None) -> torch.device:

@@ -1,12 +1,16 @@
-"""The newcomer's first minute: what each scope costs and saves on a tensor with outlier channels, then SmoothQuant."""
+"""The newcomer's first minute: a small model quantized end to end; or what each scope costs and saves on a tensor."""
 
 from __future__ import annotations
 
+import json
+import tempfile
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor
 
 from .functional import Quantized, dequantize, dynamic_quantize, quantize, smoothquant_linear
@@ -23,7 +27,139 @@ ROWS: list[tuple[str, Scope, str, str]] = [
 ]
 
 
-def run(console: Console, device: torch.device) -> None:
+SCHEMES: list[tuple[str, dict[str, Any]]] = [
+    ("w8a8", {"scheme": "w8a8"}),
+    ("SmoothQuant", {"scheme": "w8a8-smoothquant"}),
+    ("SmoothQuant, static", {"scheme": "w8a8-smoothquant", "activations": "static", "alpha": "auto"}),
+    ("w4a16", {"scheme": "w4a16", "group_size": 64}),
+]
+
+
+NEXT = """
+Each folder of {folder} is a checkpoint in the format that vLLM and transformers load, with its baracuda_report.html.
+Next, on your own model, without and with data to calibrate on:
+  [bold]baracuda quantize MODEL_DIR -o OUT[/]
+  [bold]baracuda quantize MODEL_DIR -o OUT --scheme w8a8-smoothquant --calibration texts.txt --evaluate texts.txt[/]
+  [bold]baracuda verify OUT --against MODEL_DIR[/]
+baracuda.load("OUT") in Python runs it in int8. [bold]baracuda demo --scopes[/] shows what a scope costs on one tensor,
+[bold]baracuda info[/] what runs on this machine."""
+
+
+def run(console: Console, device: torch.device, folder: Path | None = None) -> None:
+    """Make a model, quantize it in every scheme, check each result against the original, and compare."""
+    from .flow import quantize_checkpoint, verify  # noqa: PLC0415
+
+    folder = Path(tempfile.mkdtemp(prefix="baracuda-demo-")) if folder is None else folder
+    model, tokens = make_model(folder / "model")
+    size = (model / "model.safetensors").stat().st_size / 1e6
+    kind = "a random Llama of three layers" if tokens else "Linears with random weights (transformers is not installed)"
+    console.print(f"The model: {kind}, {size:.1f} MB, with outlier channels as large models have them.\n")
+    columns = ("size", "lowest\nSQNR dB", "KL", "same top\ntoken", "verify", "time")
+    table = Table(Column("scheme", no_wrap=True), *columns, title="baracuda quantize, then baracuda verify")
+    for name, options in SCHEMES:
+        calibrated = options["scheme"] == "w8a8-smoothquant" or "activations" in options
+        if calibrated and tokens is None:
+            continue
+        out = folder / name.replace(", ", "-").lower()
+        data: dict[str, Any] = {"calibration": tokens if calibrated else None, "evaluation": tokens}
+        start = perf_counter()
+        content = quantize_checkpoint(model, out, device=device, **options, **data)
+        elapsed = perf_counter() - start
+        findings = verify(out, against=model)
+        quality = content["evaluation"] or {}
+        table.add_row(
+            name,
+            f"{content['size']['ratio']:.0%}",
+            f"{min(layer['sqnr_db'] for layer in content['layers']):.1f}",
+            f"{quality['kl']:.1e}" if quality else "-",
+            f"{quality['top1_agreement']:.1%}" if quality else "-",
+            "[red]wrong[/]" if findings else "[green]fine[/]",
+            f"{elapsed:.1f} s",
+        )
+    console.print(table)
+    console.print(NEXT.format(folder=folder), highlight=False, soft_wrap=True)
+
+
+def make_model(folder: Path) -> tuple[Path, Path | None]:
+    """A model directory, and tokens to calibrate it with where transformers can run it."""
+    torch.manual_seed(0)
+    hidden, wide, vocabulary = 192, 512, 2048
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError:
+        return _make_weights(folder, hidden, wide), None
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+    )
+    llama = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        # Tokens that weigh more than what random layers add: the model then has opinions to lose.
+        llama.model.embed_tokens.weight *= 8
+        for name, parameter in llama.named_parameters():
+            if name.endswith("layernorm.weight"):
+                parameter[torch.randperm(hidden)[:4]] *= 30
+    from .flow.structure import quiet  # noqa: PLC0415
+
+    with quiet():
+        llama.save_pretrained(folder)
+    from .flow.tensorfile import write_tensors  # noqa: PLC0415
+
+    tokens = folder.parent / "tokens.safetensors"
+    write_tensors(tokens, {"tokens": torch.randint(0, vocabulary, (8, 64))})
+    return folder, tokens
+
+
+def _make_weights(folder: Path, hidden: int, wide: int) -> Path:
+    """The weights of a Llama without the code to run it: enough for schemes that need no data."""
+    from .flow.tensorfile import write_tensors  # noqa: PLC0415
+
+    shapes = {"self_attn.q_proj": (hidden, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
+    weights = {
+        f"model.layers.{layer}.{name}.weight": (0.05 * torch.randn(shape)).to(torch.bfloat16)
+        for layer in range(4)
+        for name, shape in shapes.items()
+    }
+    write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"model_type": "demo", "dtype": "bfloat16"}))
+    return folder
+
+
+def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """A report in a few lines."""
+    size, run, layers = content["size"], content["run"], content["layers"]
+    known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
+    lines = [
+        ("quantized", f"{len(layers)} Linears; {len(content['left'])} left in floating point, named in the report"),
+        ("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}"),
+        ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.0f} MB/s"),
+    ]
+    if known:
+        lines.append(("weights", f"SQNR {min(known):.1f} to {max(known):.1f} dB"))
+    smoothing = content["smoothing"]
+    if smoothing and "folded" in smoothing:
+        left = f"{len(smoothing['not_folded'])} layers not smoothed, with reasons in the report"
+        lines.append(("smoothing", f"{len(smoothing['folded'])} folds, {left}"))
+    evaluation = content["evaluation"] or {}
+    if "kl" in evaluation:
+        perplexity = evaluation["perplexity"]
+        lines.append(("perplexity", f"{perplexity['float']:.4g} before, {perplexity['quantized']:.4g} after"))
+        lines.append(("logits", f"KL {evaluation['kl']:.2e}, the same top token in {evaluation['top1_agreement']:.1%}"))
+    if "cosine" in evaluation:
+        cosine = evaluation["cosine"]
+        lines.append(("embeddings", f"cosine {cosine['mean']:.4f} on average, {cosine['min']:.4f} at least"))
+    lines += [("note", note) for note in content["notes"]]
+    return lines
+
+
+def run_scopes(console: Console, device: torch.device) -> None:
     torch.manual_seed(0)
     x = outlier_activations(2048, 2048, device)
     console.print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from .backends.registry import Value, choose
 from .checks import Checker, row_stride
 from .errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
+from .memory import LARGE, on_huge_pages
 from .problem import OPS, Problem, needed
 from .scope import Shape
 from .types import KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
@@ -43,10 +45,19 @@ class SelectedPlan:
             if operand.output
         )
 
+        self._large_on_cpu = device.type == "cpu" and any(
+            spec and prod(spec[0]) * spec[1].itemsize >= LARGE for spec in self._output_specs
+        )
+
     def allocate_outputs(self) -> tuple[Tensor | None, ...]:
         """Fresh outputs in the order of the op's row; None for those this problem can do without."""
         device = self.device
-        return tuple([spec and torch.empty(spec[0], dtype=spec[1], device=device) for spec in self._output_specs])
+        outputs = tuple([spec and torch.empty(spec[0], dtype=spec[1], device=device) for spec in self._output_specs])
+        if self._large_on_cpu:
+            for output in outputs:
+                if output is not None and output.nbytes >= LARGE:
+                    on_huge_pages(output)
+        return outputs
 
     def allocate_workspace(self) -> Tensor | None:
         size = self._workspace_size
@@ -90,7 +101,9 @@ class SelectedPlan:
             return operands
         rows = len(self._check.rules) - len(self.output_indices) if accepted == "rows" else 0
         return tuple(
-            value.contiguous() if isinstance(value, Tensor) and not (i < rows and row_stride(value) is not None) else value
+            value.contiguous()
+            if isinstance(value, Tensor) and not (i < rows and row_stride(value) is not None)
+            else value
             for i, value in enumerate(operands)
         )
 

@@ -1,0 +1,369 @@
+"""The memory-bound ops on a GPU: bytes per second of each op x scope x element, as a share of the copy ceiling.
+
+Bytes are counted once per input and output; a dynamic range over segments too long to hold reads its input twice, and
+so does the count (`reads`). Every result is compared with the reference before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baracuda import (
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    PlanPreference,
+    QuantizeKind,
+    Scope,
+)
+from baracuda.plan import SelectedPlan
+from baracuda.problem import OPS, Problem, packed_shape, scale_elements
+
+SCOPES: dict[str, Scope] = {
+    "tensor": PerTensor(),
+    "token": PerToken(),
+    "channel 0": PerChannel(0),
+    "channel -1": PerChannel(-1),
+    "group 128": PerGroup(128),
+    "group 128 axis 0": PerGroup(128, axis=0),
+}
+#: Scopes whose segments are strided in memory.
+STRIDED = ("channel -1", "group 128 axis 0")
+BACKWARDS = (
+    QuantizeKind.QUANTIZE_BACKWARD,
+    QuantizeKind.DEQUANTIZE_BACKWARD,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+)
+
+
+@dataclass
+class Line:
+    """One measurement."""
+
+    op: str
+    scope: str
+    element: str
+    quantized: str
+    shape: tuple[int, ...]
+    microseconds: float
+    terabytes: float
+    share: float
+    bar: float
+    peers: dict[str, float]
+
+
+def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem]]:
+    """The matrix: every op, scope, element and output; `quick` leaves out what behaves alike."""
+    for element in (ElementKind.BF16, ElementKind.F32, ElementKind.F16, ElementKind.F64):
+        if quick and element in (ElementKind.F16,):
+            continue
+        rows = shape[0] // (2 if element is ElementKind.F64 else 1)
+        for op in QuantizeKind:
+            row = OPS[op]
+            if not (row.elementwise or row.dynamic) or op in (
+                QuantizeKind.QUANTIZED_LINEAR,
+                QuantizeKind.SMOOTHQUANT_LINEAR,
+            ):
+                continue
+            for scope_name, scope in SCOPES.items():
+                for kind in _kinds(op, quick):
+                    modes = tuple(DynamicRangeMode) if row.dynamic else (DynamicRangeMode.SYMMETRIC,)
+                    for mode in modes:
+                        low = kind.q_min + (mode is DynamicRangeMode.SYMMETRIC and kind.q_min < 0 and row.dynamic)
+                        yield (
+                            scope_name,
+                            Problem(
+                                op,
+                                (rows, *shape[1:]),
+                                element,
+                                kind,
+                                low,
+                                kind.q_max,
+                                scope,
+                                mode,
+                                scale_element=scale_elements(element)[0],
+                            ),
+                        )
+
+
+def _kinds(op: QuantizeKind, quick: bool) -> tuple[ElementKind, ...]:
+    if op in BACKWARDS or op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS):
+        return (ElementKind.S8,)
+    if quick:
+        return (ElementKind.S8, ElementKind.S4)
+    return (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
+
+
+def operands(p: Problem, device: torch.device) -> tuple[Any, ...]:
+    """Random operands: data across the whole quantized range, a scale per segment and, elementwise, a zero point."""
+    values: list[Any] = []
+    for operand in OPS[p.op].operands:
+        shape, kind = operand.shape(p), operand.elements(p)[0]
+        if operand.output:
+            symmetric = operand.optional and p.mode is DynamicRangeMode.SYMMETRIC
+            values.append(None if symmetric else torch.empty(shape, dtype=kind.dtype, device=device))
+        elif operand.name == "scale":
+            values.append(torch.rand(shape, dtype=kind.dtype, device=device) * 0.02 + 0.01)
+        elif operand.name == "zero_point":
+            values.append(torch.randint(p.q_min, p.q_max + 1, shape, dtype=torch.int32, device=device))
+        elif kind.is_float:
+            values.append(torch.randn(shape, dtype=kind.dtype, device=device))
+        elif p.op is QuantizeKind.DEQUANTIZE_BACKWARD:
+            values.append(None)
+        else:
+            info = torch.iinfo(kind.dtype)
+            values.append(torch.randint(info.min, info.max + 1, shape, dtype=kind.dtype, device=device))
+    return tuple(values)
+
+
+def moved(p: Problem) -> int:
+    """The bytes an op must move: each input read once, each output written once, and a second read where it must."""
+    numel, size = p.view.numel, p.element.dtype.itemsize
+    stored = _product(packed_shape(p.shape, p.quantized)) * p.quantized.dtype.itemsize
+    segments = p.view.segments * (p.scale_element.dtype.itemsize + 4 * (p.mode is DynamicRangeMode.ASYMMETRIC))
+    if p.op is QuantizeKind.FAKE_QUANTIZE:
+        return 2 * numel * size + segments
+    if p.op is QuantizeKind.DEQUANTIZE_BACKWARD:
+        return 2 * numel * size + segments
+    if p.op in BACKWARDS:
+        return 3 * numel * size + segments
+    if p.op is QuantizeKind.CHOOSE_QPARAMS:
+        return numel * size + segments
+    # What must be read together: a segment, or the neighbours that share a 32-byte sector with it. Where that is more
+    # than a multiprocessor holds, the range is known only after the data has gone by.
+    bundle = p.view.segment_length * (32 if p.view.inner > 1 else size)
+    if p.op is QuantizeKind.DYNAMIC_QUANTIZE and bundle > 2**17:
+        return 2 * numel * size + stored + segments
+    return numel * size + stored + segments
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    result = 1
+    for n in shape:
+        result *= n
+    return result
+
+
+def microseconds(call: Callable[[], object], repeats: int = 8, batches: int = 7) -> float:
+    """The median over batches of the mean time of one call, on the device."""
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(batches):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / repeats)
+    return statistics.median(times)
+
+
+def graph_microseconds(call: Callable[[], object], repeats: int = 20) -> float:
+    """The same through a CUDA graph, where the host would be slower than the device."""
+    for _ in range(3):
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(repeats):
+            call()
+    return microseconds(graph.replay, 1) / repeats
+
+
+def copy_ceiling(device: torch.device, gibibytes: int = 1) -> float:
+    """Bytes per microsecond of a device-to-device copy, read plus written."""
+    source = torch.randint(0, 255, (gibibytes * 2**30,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda: target.copy_(source))
+
+
+def verify(p: Problem, plan: SelectedPlan, values: tuple[Any, ...], workspace: Tensor | None) -> None:
+    """Compare with the reference on the same device; its memory is freed before anything is timed."""
+    outputs = [i for i, operand in enumerate(OPS[p.op].operands) if operand.output and values[i] is not None]
+    for i in outputs:
+        values[i].fill_(77)
+    plan.launch(values, workspace)
+    reference = SelectedPlan(p, plan.device, PlanPreference(prefer_backend=BackendKind.REFERENCE))
+    expected = tuple(torch.empty_like(v) if i in outputs else v for i, v in enumerate(values))
+    reference.launch(expected)
+    for i in outputs:
+        if not torch.equal(values[i].reshape(-1).view(torch.uint8), expected[i].reshape(-1).view(torch.uint8)):
+            wrong = (values[i] != expected[i]).sum().item()
+            raise SystemExit(f"{p}: {OPS[p.op].operands[i].name} differs from the reference in {wrong} elements")
+
+
+def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
+    """torch.compile's kernel for the same formula, unpacked 8-bit ops only."""
+    if p.quantized.is_packed:
+        return None
+    view, math = p.view, p.element.math.dtype
+    low, high, out_type, element = p.q_min, p.q_max, p.quantized.dtype, p.element.dtype
+    shape = (view.rows, 1, view.inner)
+
+    def see(x: Tensor) -> Tensor:
+        return x.view(view.shape).to(math)
+
+    def steps(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return torch.clamp(torch.round(see(x) / s.view(shape)) + zp.view(shape), low, high)
+
+    def quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return steps(x, s, zp).to(out_type)
+
+    def fake_quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return ((steps(x, s, zp) - zp.view(shape)) * s.view(shape)).to(element)
+
+    def dequantize(q: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return ((q.view(view.shape).to(math) - zp.view(shape)) * s.view(shape)).to(element)
+
+    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = see(x)
+        scale = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high
+        return torch.clamp(torch.round(seen / scale), low, high).to(out_type), scale
+
+    def fake_backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        t = torch.round(see(x) / s.view(shape)) + zp.view(shape)
+        return torch.where((t >= low) & (t <= high), see(dy), 0.0).to(element)
+
+    bodies: dict[QuantizeKind, tuple[Callable[..., object], tuple[Any, ...]]] = {
+        QuantizeKind.QUANTIZE: (quantize, values[:3]),
+        QuantizeKind.FAKE_QUANTIZE: (fake_quantize, values[:3]),
+        QuantizeKind.DEQUANTIZE: (dequantize, values[:3]),
+        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, values[:4]),
+    }
+    if p.mode is DynamicRangeMode.SYMMETRIC:
+        bodies[QuantizeKind.DYNAMIC_QUANTIZE] = (dynamic, values[:1])
+    if p.op not in bodies:
+        return None
+    body, inputs = bodies[p.op]
+    torch._dynamo.reset()
+    compiled = torch.compile(body, dynamic=False)
+    return lambda: compiled(*inputs)
+
+
+def native_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
+    """torch's own kernel for the op, where it has one."""
+    if p.op is QuantizeKind.FAKE_QUANTIZE and p.scope == PerTensor() and p.element is not ElementKind.F64:
+        x, scale, zero_point, _ = values
+        return lambda: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, p.q_min, p.q_max)
+    if p.op is QuantizeKind.QUANTIZE and p.element is ElementKind.F32 and p.quantized is ElementKind.S8:
+        x, scale, zero_point, _ = values
+        if p.scope == PerTensor():
+            return lambda: torch.quantize_per_tensor(x, scale, zero_point, torch.qint8)
+        if p.scope == PerChannel(0):
+            return lambda: torch.quantize_per_channel(x, scale, zero_point, 0, torch.qint8)
+    return None
+
+
+def measure(
+    name: str, p: Problem, ceiling: float, device: torch.device, peers: bool, small: bool, check: bool = True
+) -> Line:
+    plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
+    values = operands(p, device)
+    size = plan.workspace_size()
+    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    if check:
+        verify(p, plan, values, workspace)
+    timer = graph_microseconds if small else microseconds
+    elapsed = timer(lambda: plan._launch(values, workspace))
+    found: dict[str, float] = {}
+    if peers:
+        for peer, make in (("torch.compile", compiled_peer), ("torch", native_peer)):
+            call = make(p, values)
+            if call is not None:
+                found[peer] = timer(call)
+    rate = moved(p) / elapsed
+    bar = 0.85 if name in STRIDED or p.element is ElementKind.F64 else 0.95
+    mode = "" if p.mode is DynamicRangeMode.SYMMETRIC else " asymmetric"
+    return Line(
+        p.op.value + mode,
+        name,
+        p.element.value,
+        p.quantized.value,
+        p.shape,
+        elapsed,
+        rate / 1e6,
+        rate / ceiling,
+        bar,
+        found,
+    )
+
+
+def host_microseconds(device: torch.device) -> float:
+    """Host time of one checked launch of a small quantize plan."""
+    p = Problem(QuantizeKind.QUANTIZE, (8, 128), ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
+    plan, values = SelectedPlan(p, device), operands(p, device)
+    best = []
+    for _ in range(20):
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(200):
+            plan.launch(values)
+        best.append((time.perf_counter() - start) / 200 * 1e6)
+    return min(best)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench gpu", description=__doc__)
+    parser.add_argument("--json", metavar="FILE", help="write the measurements to FILE too")
+    parser.add_argument("--quick", action="store_true", help="leave out f16, u8, u4 and the peers")
+    parser.add_argument("--small", action="store_true", help="4096 x 4096 against torch.compile instead")
+    parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
+    parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("bench gpu: torch sees no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    torch.manual_seed(0)
+    ceiling = copy_ceiling(device)
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copy {ceiling / 1e6:.2f} TB/s")
+    print(f"host time of a checked launch: {host_microseconds(device):.1f} us")
+    shape = (4096, 4096) if options.small else (16384, 8192)
+    lines = []
+    for name, p in problems(shape, options.quick or options.small):
+        label = f"{p.op.value}|{name}|{p.element.value}|{p.quantized.value}|{p.mode.value}"
+        if not all(part in label for part in options.only.split(",")):
+            continue
+        line = measure(
+            name, p, ceiling, device, options.small or not options.quick, options.small, not options.no_check
+        )
+        lines.append(line)
+        print(_row(line, options.small), flush=True)
+    if not options.small:
+        below = [line for line in lines if line.share < line.bar]
+        print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
+    else:
+        slower = [line for line in lines if line.microseconds > line.peers.get("torch.compile", float("inf"))]
+        print(f"{len(slower)} of {len(lines)} slower than torch.compile")
+    if options.json:
+        with open(options.json, "w") as file:
+            device_name, versions = torch.cuda.get_device_name(device), {"torch": torch.__version__}
+            head = {"device": device_name, "versions": versions, "copy_terabytes": ceiling / 1e6}
+            json.dump({**head, "lines": [asdict(line) for line in lines]}, file, indent=1)
+
+
+def _row(line: Line, small: bool) -> str:
+    """One printed row; `!` marks a miss of the bar."""
+    peers = " ".join(f"{name} {time / line.microseconds:.2f}x" for name, time in line.peers.items())
+    late = line.microseconds > line.peers.get("torch.compile", float("inf"))
+    miss = "!" if (late if small else line.share < line.bar) else " "
+    text = f"{miss} {line.op:34s}{line.scope:18s}{line.element:5s}{line.quantized:4s}"
+    return f"{text}{line.microseconds:9.1f} us {line.terabytes:6.2f} TB/s {line.share:6.1%}  {peers}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,174 @@
+// Around the integer multiplication of a linear: weight sums, 4-bit weights, the epilogue, and the multiplication itself
+// where a matrix library has nothing to gain (a few rows) or could overflow (a very long K). Included once per
+// instruction set.
+#pragma once
+#include "walk.hpp"
+
+namespace baracuda {
+namespace {
+
+constexpr int64_t CHUNK = 2048;  // products of two 8-bit numbers, summed in 32 bits without overflow
+
+inline int32_t sum_of(const int8_t* w, int64_t k) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < k; ++i) sum += w[i];
+    return sum;
+}
+
+inline const int8_t* weights(const Dot& dot, int64_t row, int64_t first, int64_t n, int8_t* buffer) {
+    if (!dot.w_packed) return reinterpret_cast<const int8_t*>(dot.w) + row * dot.w_pitch + first;
+    unpack(reinterpret_cast<const uint8_t*>(dot.w) + row * dot.w_pitch + first / 2, n, true,
+           reinterpret_cast<uint8_t*>(buffer));
+    return buffer;
+}
+
+void weight_sums(const Dot& dot, int64_t n, int64_t k, int32_t* sums, int64_t part, int64_t parts) {
+    alignas(64) int8_t buffer[CHUNK];
+    const Range r = share(n, part, parts);
+    for (int64_t row = r.first; row < r.last; ++row) {
+        int32_t sum = 0;
+        for (int64_t i = 0; i < k; i += CHUNK) {
+            const int64_t size = least(CHUNK, k - i);
+            sum += sum_of(weights(dot, row, i, size, buffer), size);
+        }
+        sums[row] = sum;
+    }
+}
+
+void unpack_rows(const Dot& dot, int64_t n, int64_t k, int8_t* out, int64_t part, int64_t parts) {
+    const Range r = share(n, part, parts);
+    for (int64_t row = r.first; row < r.last; ++row)
+        unpack(reinterpret_cast<const uint8_t*>(dot.w) + row * dot.w_pitch, k, true,
+               reinterpret_cast<uint8_t*>(out + row * k));
+}
+
+// u8 activations moved by -128 into s8.
+void shift_rows(const Dot& dot, int64_t m, int64_t k, int8_t* out, int64_t part, int64_t parts) {
+    const Range r = share(m, part, parts);
+    for (int64_t row = r.first; row < r.last; ++row) {
+        const uint8_t* from = reinterpret_cast<const uint8_t*>(dot.a) + row * dot.a_pitch;
+        int8_t* to = out + row * k;
+        IVDEP for (int64_t i = 0; i < k; ++i) to[i] = int8_t(from[i] ^ 0x80);
+    }
+}
+
+// -- the epilogue ------------------------------------------------------------------------------------------------
+
+template <class M>
+inline M row_scale(const Epilogue& e, int64_t m) {
+    return e.scale_a ? widened<M>(e.scale_a_code, e.scale_a, m) : M(e.scale_a_number);
+}
+
+// What the weight sum is multiplied with and subtracted from the sum: the zero point, as the shifted data sees it.
+inline int32_t row_zero_point(const Epilogue& e, int64_t m) {
+    return (e.zero_point ? e.zero_point[m] : e.zero_point_number) - e.shift;
+}
+
+template <class M>
+struct Columns {
+    alignas(64) M scale[TILE<M>];
+    alignas(64) M bias[TILE<M>];
+    alignas(64) M y[TILE<M>];
+
+    void read(const Epilogue& e, int64_t first, int64_t n) {
+        if (e.scale_w) {
+            widen<M>(e.scale_w_code, static_cast<const char*>(e.scale_w), first, n, scale);
+        } else {
+            for (int64_t i = 0; i < n; ++i) scale[i] = M(e.scale_w_number);
+        }
+        if (e.bias) widen<M>(e.bias_code, static_cast<const char*>(e.bias), first, n, bias);
+    }
+};
+
+// acc holds n sums of row m, beginning with column `first`.
+template <class M, class I>
+inline void finish_row(const Epilogue& e, int64_t m, int64_t first, int64_t n, const I* acc, Columns<M>& columns) {
+    const M scale = row_scale<M>(e, m);
+    M* y = columns.y;
+    IVDEP for (int64_t i = 0; i < n; ++i) y[i] = (M(acc[i]) * scale) * columns.scale[i];
+    if (e.bias) {
+        IVDEP for (int64_t i = 0; i < n; ++i) y[i] = y[i] + columns.bias[i];
+    }
+    IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(y[i]);
+    narrow<M>(e.element, y, n, e.out + (m * e.n + first) * bytes_of(e.element));
+}
+
+template <class M>
+void epilogue_rows(const Epilogue& e, const int32_t* acc, int64_t part, int64_t parts) {
+    Columns<M> columns;
+    alignas(64) int32_t moved[TILE<M>];
+    const Range r = share(e.m, part, parts);
+    for (int64_t first = 0; first < e.n; first += TILE<M>) {
+        const int64_t n = least(TILE<M>, e.n - first);
+        columns.read(e, first, n);
+        for (int64_t m = r.first; m < r.last; ++m) {
+            const int32_t* sums = acc + m * e.n + first;
+            const uint32_t zero_point = uint32_t(row_zero_point(e, m));
+            if (zero_point) {  // unsigned: the result fits 32 bits, what leads to it may wrap around
+                IVDEP for (int64_t i = 0; i < n; ++i)
+                    moved[i] = int32_t(uint32_t(sums[i]) - zero_point * uint32_t(e.weight_sum[first + i]));
+                sums = moved;
+            }
+            finish_row<M>(e, m, first, n, sums, columns);
+        }
+    }
+}
+
+void epilogue(const Epilogue& e, const int32_t* acc, int64_t part, int64_t parts) {
+    if (e.element == F64) return epilogue_rows<double>(e, acc, part, parts);
+    epilogue_rows<float>(e, acc, part, parts);
+}
+
+// -- a few rows --------------------------------------------------------------------------------------------------
+
+inline int32_t product(const int16_t* a, const int8_t* w, int64_t n) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < n; ++i) sum += a[i] * int16_t(w[i]);
+    return sum;
+}
+
+inline void centre(const Dot& dot, int64_t m, int64_t first, int64_t n, int16_t zero_point, int16_t* to) {
+    const char* from = dot.a + m * dot.a_pitch + first;
+    if (dot.a_unsigned) {
+        IVDEP for (int64_t i = 0; i < n; ++i) to[i] = int16_t(uint8_t(from[i]) - zero_point);
+    } else {
+        IVDEP for (int64_t i = 0; i < n; ++i) to[i] = int16_t(int8_t(from[i]) - zero_point);
+    }
+}
+
+// Memory-bound for a few rows: every weight is read once. The zero point goes into the activations, which are 16-bit
+// here; sums are 64-bit from chunk to chunk, so any K is exact.
+template <class M>
+void small_rows(const Epilogue& e, const Dot& dot, int64_t part, int64_t parts) {
+    constexpr int64_t ROWS = 4, WIDTH = 64;
+    Columns<M> columns;
+    alignas(64) int16_t a[ROWS][CHUNK];
+    alignas(64) int8_t buffer[CHUNK];
+    int64_t acc[ROWS][WIDTH];
+    const Range r = share(e.n, part, parts);
+    for (int64_t first = r.first; first < r.last; first += WIDTH) {
+        const int64_t width = least(WIDTH, r.last - first);
+        columns.read(e, first, width);
+        for (int64_t m = 0; m < e.m; m += ROWS) {
+            const int64_t rows = least(ROWS, e.m - m);
+            memset(acc, 0, sizeof(acc));
+            for (int64_t i = 0; i < e.k; i += CHUNK) {
+                const int64_t n = least(CHUNK, e.k - i);
+                for (int64_t j = 0; j < rows; ++j) centre(dot, m + j, i, n, int16_t(row_zero_point(e, m + j)), a[j]);
+                for (int64_t c = 0; c < width; ++c) {
+                    const int8_t* w = weights(dot, first + c, i, n, buffer);
+                    for (int64_t j = 0; j < rows; ++j) acc[j][c] += product(a[j], w, n);
+                }
+            }
+            for (int64_t j = 0; j < rows; ++j) finish_row<M>(e, m + j, first, width, acc[j], columns);
+        }
+    }
+}
+
+void small_linear(const Epilogue& e, const Dot& dot, int64_t part, int64_t parts) {
+    if (e.element == F64) return small_rows<double>(e, dot, part, parts);
+    small_rows<float>(e, dot, part, parts);
+}
+
+}  // namespace
+}  // namespace baracuda

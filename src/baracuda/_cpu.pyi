@@ -1,0 +1,71 @@
+"""The compiled kernels of the CPU backend. Private: baracuda.backends.cpu checks what goes in here."""
+
+def isa() -> str:
+    """The instruction set in use."""
+
+def isas() -> list[str]:
+    """The instruction sets of this machine, least first."""
+
+def use_isa(name: str) -> None:
+    """Use another instruction set from now on."""
+
+def has_exact_int8_dot() -> bool:
+    """Whether the processor sums 8-bit products in 32 bits at once."""
+
+#: (scale_a address, code, number, zero point address, number, scale_w address, code, number, bias address, code)
+Scales = tuple[int, int, float, int, int, int, int, float, int, int]
+
+class Plan:
+    """A problem as integers. A pitch of -1 stands for dense rows, an address of 0 for the number beside it."""
+
+    def __init__(
+        self,
+        op: int,
+        element: int,
+        quantized: int,
+        scale_element: int,
+        q_min: int,
+        q_max: int,
+        asymmetric: bool,
+        include_zero: bool,
+        reciprocal: bool,
+        repeat: int,
+        rows: int,
+        run: int,
+        inner: int,
+        last: int,
+        scale_length: int,
+    ) -> None: ...
+    def workspace(self) -> int: ...
+    def run(
+        self,
+        x: int,
+        x_pitch: int,
+        dy: int,
+        dy_pitch: int,
+        scale: int,
+        scale_code: int,
+        scale_pitch: int,
+        scale_number: float,
+        zero_point: int,
+        zero_point_pitch: int,
+        zero_point_number: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+    def run_dynamic(
+        self, x: int, x_pitch: int, scale_out: int, zero_point_out: int, out: int, workspace: int, threads: int, /
+    ) -> None: ...
+
+class Linear:
+    """What surrounds the product of an [m, k] and an [n, k] matrix, and the product itself for few rows."""
+
+    def __init__(self, m: int, n: int, k: int, element: int, quantized: int, weight: int, /) -> None: ...
+    def weight_sums(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
+    def unpack(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
+    def shift(self, act: int, act_pitch: int, out: int, threads: int, /) -> None: ...
+    def epilogue(self, acc: int, scales: Scales, weight_sum: int, shift: int, out: int, threads: int, /) -> None: ...
+    def small(
+        self, act: int, act_pitch: int, weight: int, weight_pitch: int, scales: Scales, out: int, threads: int, /
+    ) -> None: ...

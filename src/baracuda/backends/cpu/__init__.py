@@ -1,0 +1,87 @@
+"""The CPU backend: compiled kernels for every operation, a matrix library for the sums of a linear."""
+
+from __future__ import annotations
+
+import torch
+
+from ...problem import Problem
+from ...types import BackendKind, QuantizeKind
+from ..registry import Kernel, Launch
+
+try:
+    from ... import _cpu
+except ImportError as error:
+    MISSING: str | None = f"the compiled module baracuda._cpu is missing ({error}): pip install ."
+else:
+    MISSING = None
+
+
+def _declines(problem: Problem, device: torch.device) -> str | None:
+    return MISSING or (None if device.type == "cpu" else f"runs on the CPU, not on {device.type}")
+
+
+def _arch(device: torch.device) -> str:
+    return _cpu.isa()
+
+
+def _bind(problem: Problem, device: torch.device) -> Launch:
+    from . import elementwise  # noqa: PLC0415 - needs the compiled module
+
+    return elementwise.bind(problem)
+
+
+def _workspace(problem: Problem, device: torch.device) -> int:
+    from . import elementwise  # noqa: PLC0415
+
+    return elementwise.workspace(problem)
+
+
+def _bind_linear(problem: Problem, device: torch.device) -> Launch:
+    from . import linear  # noqa: PLC0415
+
+    return linear.Bound(problem)
+
+
+def _linear_workspace(problem: Problem, device: torch.device) -> int:
+    from . import linear  # noqa: PLC0415
+
+    return linear.Layout(problem).size
+
+
+_ELEMENTWISE = frozenset(
+    {
+        QuantizeKind.QUANTIZE,
+        QuantizeKind.DEQUANTIZE,
+        QuantizeKind.FAKE_QUANTIZE,
+        QuantizeKind.QUANTIZE_BACKWARD,
+        QuantizeKind.DEQUANTIZE_BACKWARD,
+        QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+        QuantizeKind.DYNAMIC_QUANTIZE,
+        QuantizeKind.CHOOSE_QPARAMS,
+    }
+)
+_LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
+
+KERNELS = (
+    Kernel(
+        name="vectors",
+        backend=BackendKind.CPU,
+        ops=_ELEMENTWISE - {QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD},
+        declines=_declines,
+        bind=_bind,
+        workspace=_workspace,
+        arch=_arch,
+        strides="rows",
+    ),
+    Kernel(
+        name="linear",
+        backend=BackendKind.CPU,
+        ops=_LINEARS,
+        declines=_declines,
+        bind=_bind_linear,
+        workspace=_linear_workspace,
+        arch=_arch,
+        epilogue=lambda problem, device: "scale_bias",
+        strides="rows",
+    ),
+)

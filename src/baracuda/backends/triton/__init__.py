@@ -1,0 +1,113 @@
+"""Triton kernels for NVIDIA GPUs (sm_80 and later); with TRITON_INTERPRET=1 the same kernels run on CPU tensors.
+
+Nothing here imports Triton before a problem on such a device asks for it.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+from ...problem import Problem
+from ...types import BackendKind, QuantizeKind
+from ..registry import Kernel, Launch
+from .linear import KERNELS as LINEAR
+
+#: The oldest architecture with bf16 conversions and NaN-propagating maxima in hardware.
+OLDEST = (8, 0)
+
+
+def declines(problem: Problem, device: torch.device) -> str | None:
+    """Why these kernels cannot run on `device`."""
+    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
+    if device.type != "cuda" and not (interpreting and device.type == "cpu"):
+        return f"Triton kernels take CUDA tensors; this one is on {device.type}"
+    if find_spec("triton") is None:
+        return "triton is not installed: pip install triton"
+    if device.type == "cuda":
+        if not torch.cuda.is_available() or torch.version.cuda is None:
+            return "torch sees no CUDA device"
+        capability = torch.cuda.get_device_capability(device)
+        if capability < OLDEST:
+            needed, found = (".".join(map(str, version)) for version in (OLDEST, capability))
+            return f"needs compute capability {needed} or newer, {device} has {found}"
+    return None
+
+
+def arch(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
+
+
+def _bind_elementwise(problem: Problem, device: torch.device) -> Launch:
+    from .static import elementwise  # noqa: PLC0415
+
+    return elementwise(problem, device)
+
+
+def _bind_dynamic(problem: Problem, device: torch.device) -> Launch:
+    from .dynamic import dynamic  # noqa: PLC0415
+
+    return dynamic(problem, device)
+
+
+def _dynamic_workspace(problem: Problem, device: torch.device) -> int:
+    from .dynamic import workspace  # noqa: PLC0415
+
+    return workspace(problem, device)
+
+
+def _bind_learned(problem: Problem, device: torch.device) -> Launch:
+    from .learned import learned  # noqa: PLC0415
+
+    return learned(problem, device)
+
+
+def _learned_workspace(problem: Problem, device: torch.device) -> int:
+    from .learned import workspace  # noqa: PLC0415
+
+    return workspace(problem, device)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel(
+        name="elementwise",
+        backend=BackendKind.TRITON,
+        ops=frozenset(
+            {
+                QuantizeKind.QUANTIZE,
+                QuantizeKind.DEQUANTIZE,
+                QuantizeKind.FAKE_QUANTIZE,
+                QuantizeKind.QUANTIZE_BACKWARD,
+                QuantizeKind.DEQUANTIZE_BACKWARD,
+                QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+            }
+        ),
+        declines=declines,
+        bind=_bind_elementwise,
+        arch=arch,
+    ),
+    Kernel(
+        name="dynamic",
+        backend=BackendKind.TRITON,
+        ops=frozenset({QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS}),
+        declines=declines,
+        bind=_bind_dynamic,
+        workspace=_dynamic_workspace,
+        arch=arch,
+    ),
+    Kernel(
+        name="learned",
+        backend=BackendKind.TRITON,
+        ops=frozenset({QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD}),
+        declines=declines,
+        bind=_bind_learned,
+        workspace=_learned_workspace,
+        arch=arch,
+    ),
+    *LINEAR,
+)

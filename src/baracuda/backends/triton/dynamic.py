@@ -1,0 +1,177 @@
+"""Dynamic ranges bound to their kernels: one that reads a segment once, or partial ranges, then scales, then q."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ...types import DynamicRangeMode, ElementKind, QuantizeKind
+from ..registry import Launch, Value
+from . import elementwise as kernels
+from . import ranges, tune
+from .launch import Step
+from .static import arithmetic, blocks_of, elementwise_step, mask, packed, pairs_line_up, wide
+from .tune import Schedule, power_of_two
+
+
+def dynamic(problem: Problem, device: torch.device) -> Launch:
+    if problem.view.segments == 0:
+        return lambda operands, workspace: None
+    config = range_config(problem, device)
+    if config.schedule in (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS):
+        return _one_kernel(problem, config, device)
+    return _two_stages(problem, config, device)
+
+
+def workspace(problem: Problem, device: torch.device) -> int:
+    """Partial ranges: a maximum and, asymmetric, a minimum of each chunk of each segment."""
+    if problem.view.segments == 0:
+        return 0
+    return (
+        (1 if problem.mode is DynamicRangeMode.SYMMETRIC else 2)
+        * _partials(problem, range_config(problem, device))
+        * problem.element.math.dtype.itemsize
+    )
+
+
+def range_config(problem: Problem, device: torch.device) -> tune.Range:
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors)
+
+
+def _partials(problem: Problem, config: tune.Range) -> int:
+    return config.chunks * problem.view.segments
+
+
+def _one_kernel(problem: Problem, config: tune.Range, device: torch.device) -> Launch:
+    # Where packed pairs do not line up, the kernel finds the scales and another one writes.
+    apart = bool(packed(problem)) and not pairs_line_up(problem)
+    step = whole_step(problem, config, device)
+    quantize = _then_quantize(problem, device) if apart else None
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        x, scale, zero_point, out = _dynamic_operands(operands)
+        step(x, scale, zero_point, None if apart else out)
+        if out is not None and quantize is not None:
+            quantize(x, scale, zero_point, out)
+
+    return launch
+
+
+def _two_stages(problem: Problem, config: tune.Range, device: torch.device) -> Launch:
+    first = partial_step(problem, config, device) if config.chunks else None
+    last = finish_step(problem, config, device)
+    quantize = _then_quantize(problem, device)
+    math, partials = problem.element.math.dtype, _partials(problem, config)
+    both = problem.mode is DynamicRangeMode.ASYMMETRIC
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        x, scale, zero_point, out = _dynamic_operands(operands)
+        high = low = None
+        if first is not None:
+            assert workspace is not None
+            high = _part(workspace, math, 0, partials)
+            low = _part(workspace, math, partials, partials) if both else None
+            first(x, low, high)
+        last(low, high, scale, zero_point)
+        if out is not None and quantize is not None:
+            quantize(x, scale, zero_point, out)
+
+    return launch
+
+
+def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+    """The kernel that holds or re-reads whole segments."""
+    view, tile = problem.view, config.tile
+    constants = _dynamic(problem) | {"PACKED": packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
+    if config.schedule is Schedule.BLOCKS:
+        blocks = blocks_of(view.inner, tile.columns)
+        even = view.run == tile.lines and view.inner % tile.columns == 0
+        sizes = {"run": view.run, "inner": view.inner, "column_blocks": blocks}
+        constants |= {"MASK": mask(even), "LINES": tile.lines, "VECTOR": tile.vector}
+        return Step(ranges.blocks, view.rows * blocks, sizes, constants, tile.warps, device)
+    sizes = {"lines": view.rows, "width": view.run}
+    if config.schedule is Schedule.ROWS:
+        even = view.run == tile.columns and view.rows % tile.lines == 0
+        constants |= {"MASK": mask(even), "LINES": tile.lines}
+        return Step(ranges.rows, blocks_of(view.rows, tile.lines), sizes, constants, tile.warps, device)
+    constants |= {"MASK": mask(view.run % tile.columns == 0)}
+    return Step(ranges.long_rows, view.rows, sizes, constants, tile.warps, device)
+
+
+def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+    """The first stage: the range of every chunk of every segment."""
+    view, tile = problem.view, config.tile
+    constants = {
+        "SYMMETRIC": problem.mode is DynamicRangeMode.SYMMETRIC,
+        "F64": problem.element is ElementKind.F64,
+        "WIDE": wide(problem),
+        "LINES": tile.lines,
+        "COLS": tile.columns,
+    }
+    if config.schedule is Schedule.PARTIAL_COLUMNS:
+        blocks = blocks_of(view.inner, tile.columns)
+        span = blocks_of(blocks_of(view.run, config.chunks), tile.lines) * tile.lines
+        constants |= {"MASK": mask(view.inner % tile.columns == 0 and view.run % tile.lines == 0)}
+        sizes = {"rows": view.rows, "run": view.run, "inner": view.inner, "column_blocks": blocks, "span": span}
+        return Step(ranges.partial_columns, config.chunks * view.rows * blocks, sizes, constants, tile.warps, device)
+    blocks = blocks_of(view.run, tile.columns)
+    items = blocks_of(view.repeat, tile.lines) * blocks
+    constants |= {"MASK": mask(view.run % tile.columns == 0 and view.repeat % tile.lines == 0)}
+    sizes = {"repeat": view.repeat, "rows": view.rows, "run": view.run}
+    sizes |= {"column_blocks": blocks, "items": items, "chunks": config.chunks}
+    return Step(ranges.partial, config.chunks * view.rows, sizes, constants, tile.warps, device)
+
+
+def finish_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+    """The second stage: scales and zero points from the chunks' ranges."""
+    segments, chunks = problem.view.segments, config.chunks
+    across = min(power_of_two(segments), 128)
+    lines = min(power_of_two(max(chunks, 1)), 2048 // across)
+    constants = _dynamic(problem) | {"LINES": lines, "COLS": across}
+    return Step(
+        ranges.finish, blocks_of(segments, across), {"chunks": chunks, "segments": segments}, constants, 4, device
+    )
+
+
+def _part(workspace: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
+    """`length` elements of the workspace, counted in the math type."""
+    return workspace.view(torch.uint8).view(-1)[start * dtype.itemsize : (start + length) * dtype.itemsize].view(dtype)
+
+
+def _then_quantize(problem: Problem, device: torch.device) -> Callable[..., None] | None:
+    """The quantization by scales that are now known."""
+    if problem.op is QuantizeKind.CHOOSE_QPARAMS:
+        return None
+    static = Problem(
+        QuantizeKind.QUANTIZE,
+        problem.shape,
+        problem.element,
+        problem.quantized,
+        problem.q_min,
+        problem.q_max,
+        problem.scope,
+        arithmetic=problem.arithmetic,
+    )
+    step = elementwise_step(static, device, again=True)
+    if step is None:
+        return None
+    if step.kernel is kernels.scattered:
+        return step
+    return lambda x, scale, zero_point, out: step(x, None, scale, zero_point, out)
+
+
+def _dynamic_operands(operands: tuple[Value, ...]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    return cast("tuple[Tensor, Tensor, Tensor | None, Tensor | None]", (*operands, None)[:4])
+
+
+def _dynamic(problem: Problem) -> dict[str, Any]:
+    return arithmetic(problem) | {
+        "SYMMETRIC": problem.mode is DynamicRangeMode.SYMMETRIC,
+        "INCLUDE_ZERO": problem.include_zero,
+        "SMALLEST": problem.scale_element.smallest_scale,
+    }

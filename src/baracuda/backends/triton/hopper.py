@@ -1,0 +1,265 @@
+"""W8A8 GEMM for sm_90 in Gluon: one warp feeds TMA copies to warpgroups of tensor-core work.
+
+In the "pingpong" schedule two warpgroups take turns at the tiles: one multiplies while the other scales and stores.
+In the "joint" schedule all share a larger tile, which reads less from L2 and pays where K hides the epilogue anyway.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr):
+    """Tiles in groups of GROUP rows, down the columns: the tiles in flight share their operands in L2."""
+    first = index // (GROUP * tiles_n) * GROUP
+    height = min(tiles_m - first, GROUP)
+    inside = index % (GROUP * tiles_n)
+    return first + inside % height, inside // height
+
+
+@gluon.jit
+def clear_where_nan(y, ASM: gl.constexpr):
+    return gl.inline_asm_elementwise(ASM, "=r,r", [y], dtype=y.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def canonical(y):
+    """Every NaN becomes the one quiet NaN. The conversion to 16 bits makes 0x7fff of each: clear the excess bits."""
+    if y.dtype == gl.float32:
+        y = gl.where(y == y, y, float("nan"))
+    elif y.dtype == gl.bfloat16:
+        y = clear_where_nan(
+            y, "{ .reg .b32 m; set.nan.u32.bf16x2 m, $1, $1; and.b32 m, m, 0x3f003f; not.b32 m, m; and.b32 $0, $1, m; }"
+        )
+    else:
+        y = clear_where_nan(
+            y, "{ .reg .b32 m; set.nan.u32.f16x2 m, $1, $1; and.b32 m, m, 0x1ff01ff; not.b32 m, m; and.b32 $0, $1, m; }"
+        )
+    return y
+
+
+@gluon.jit
+def read_scales(row, column, M, N, scales, EPILOGUE: gl.constexpr):
+    """The scales of the rows and columns of an accumulator, in f32: worth reading before its products are done."""
+    sa_ptr, sa, sw_ptr, sw, _, _, _, _ = scales
+    AXIS: gl.constexpr = EPILOGUE[4]
+    row_scale = sa
+    if EPILOGUE[0] == "vector":
+        row_scale = gl.expand_dims(gl.load(sa_ptr + row, row < M, other=0).to(gl.float32), 1 - AXIS)
+    elif EPILOGUE[0] == "scalar":
+        row_scale = gl.load(sa_ptr).to(gl.float32)
+    elif EPILOGUE[0] == "given":
+        row_scale = gl.expand_dims(sa, 1 - AXIS)
+    column_scale = sw
+    if EPILOGUE[1] == "vector":
+        column_scale = gl.expand_dims(gl.load(sw_ptr + column, column < N, other=0).to(gl.float32), AXIS)
+    return row_scale, column_scale
+
+
+@gluon.jit
+def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl.constexpr, OUT: gl.constexpr):
+    """((acc * scale_a) * scale_w) + bias, each step rounded. `row` and `column` are those of the accumulator."""
+    _, _, _, _, bias_ptr, zp_ptr, zp, sum_ptr = scales
+    BIAS: gl.constexpr = EPILOGUE[2]
+    ZERO_POINT: gl.constexpr = EPILOGUE[3]
+    AXIS: gl.constexpr = EPILOGUE[4]
+    if ZERO_POINT != "none":
+        weight_sum = gl.expand_dims(gl.load(sum_ptr + column, column < N, other=0), AXIS)
+        if ZERO_POINT == "vector":
+            acc -= gl.expand_dims(gl.load(zp_ptr + row, row < M, other=0), 1 - AXIS) * weight_sum
+        elif ZERO_POINT == "scalar":
+            acc -= gl.minimum(gl.maximum(gl.load(zp_ptr), -128), 127) * weight_sum
+        else:
+            acc -= zp * weight_sum
+    y = (acc.to(gl.float32) * row_scale) * column_scale
+    if BIAS:
+        y = y + gl.expand_dims(gl.load(bias_ptr + column, column < N, other=0).to(gl.float32), AXIS)
+    return canonical(y.to(OUT))
+
+
+@gluon.jit
+def feed(a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP: gl.constexpr):
+    STAGES: gl.constexpr = b_bufs.shape[0]
+    BM: gl.constexpr = a_desc.block_type.shape[0]
+    BN: gl.constexpr = b_desc.block_type.shape[0]
+    BK: gl.constexpr = b_desc.block_type.shape[1]
+    stage = 0
+    phase = 1
+    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
+        m, n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        for k in range(steps):
+            ready = full.index(stage)
+            mbarrier.wait(empty.index(stage), phase)
+            mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(a_desc, [m * BM, k * BK], ready, a_bufs.index(stage))
+            tma.async_copy_global_to_shared(b_desc, [n * BN, k * BK], ready, b_bufs.index(stage))
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+
+
+@gluon.jit
+def halves(y):
+    BM: gl.constexpr = y.shape[0]
+    BN: gl.constexpr = y.shape[1]
+    return gl.split(gl.permute(gl.reshape(y, [BM, 2, BN // 2]), [0, 2, 1]))
+
+
+@gluon.jit
+def store(c_desc, c_bufs, row, column, y, PIECE: gl.constexpr):
+    """Out through shared memory, piece by piece: a buffer is written once the copy that last left it is done."""
+    if y.shape[1] == c_desc.block_type.shape[1]:
+        BUFFERS: gl.constexpr = c_bufs.shape[0]
+        tma.store_wait(pendings=BUFFERS - 1)
+        c_smem = c_bufs.index(PIECE % BUFFERS)
+        c_smem.store(y)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(c_desc, [row, column], c_smem)
+    else:
+        WIDTH: gl.constexpr = y.shape[1] // 2
+        left, right = halves(y)
+        store(c_desc, c_bufs, row, column, left, 2 * PIECE)
+        store(c_desc, c_bufs, row, column + WIDTH, right, 2 * PIECE + 1)
+
+
+@gluon.jit
+def consume(
+    a_bufs,
+    b_bufs,
+    c_desc,
+    c_bufs,
+    barriers,
+    sizes,
+    scales,
+    GROUP: gl.constexpr,
+    SCHEDULE: gl.constexpr,
+    WHICH: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """Multiply, scale and store this consumer's share: every tile, or every other one."""
+    STAGES: gl.constexpr = b_bufs.shape[0]
+    BM: gl.constexpr = a_bufs.shape[1]
+    BN: gl.constexpr = b_bufs.shape[1]
+    TURNS: gl.constexpr = 2 if SCHEDULE == "pingpong" else 1
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BN, 128), 32]
+    )
+    full, empty, turn = barriers
+    M, N, tiles_m, tiles_n, steps = sizes
+    first = gl.program_id(0)
+    done = 0
+    if SCHEDULE == "pingpong":
+        first += WHICH * gl.num_programs(0)
+        done += WHICH * steps
+    mine = 0
+    for tile in range(first, tiles_m * tiles_n, TURNS * gl.num_programs(0)):
+        m, n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        row = m * BM
+        rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+        columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+        row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+        stage = done % STAGES
+        phase = done // STAGES & 1
+        # Not a copy of `stage`: the compiler would take the two names for one value through the loop.
+        previous = (done + STAGES - 1) % STAGES
+        if SCHEDULE == "pingpong":
+            mbarrier.wait(turn.index(WHICH), (mine & 1) ^ (1 - WHICH))
+            mine += 1
+        acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.int32, LAYOUT))
+        for k in range(steps):
+            mbarrier.wait(full.index(stage), phase)
+            if SCHEDULE == "pingpong":
+                # A stage's barrier tells one phase from the next, no more: the other consumer may look at it only now.
+                mbarrier.arrive(turn.index(1 - WHICH), count=1, pred=k == steps - 1)
+            b = b_bufs.index(stage).permute((1, 0))
+            acc = warpgroup_mma(a_bufs.index(stage), b, acc, use_acc=k > 0, is_async=True)
+            # One product stays in flight: the stage before it is free.
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+            mbarrier.arrive(empty.index(previous), count=1, pred=k > 0)
+            previous = stage
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(previous), count=1)
+        done += TURNS * steps
+        y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
+        store(c_desc, c_bufs, row, n * BN, y, 0)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def gemm(
+    a_desc,
+    b_desc,
+    c_desc,
+    sa_ptr,
+    sa,
+    sw_ptr,
+    sw,
+    bias_ptr,
+    zp_ptr,
+    zp,
+    sum_ptr,
+    M,
+    N,
+    K,
+    STAGES: gl.constexpr,
+    GROUP: gl.constexpr,
+    SCHEDULE: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """out[M, N] = scaled(a[M, K] @ b[N, K].T), the shapes any: TMA fills with zeros and clips."""
+    BM: gl.constexpr = a_desc.block_type.shape[0]
+    BN: gl.constexpr = b_desc.block_type.shape[0]
+    BK: gl.constexpr = a_desc.block_type.shape[1]
+    PIECE: gl.constexpr = c_desc.block_type.shape[1]
+    a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    tiles_m = gl.cdiv(M, BM)
+    tiles_n = gl.cdiv(N, BN)
+    steps = gl.cdiv(K, BK)
+    scales = (sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr)
+    sizes = (M, N, tiles_m, tiles_n, steps)
+    barriers = (full, empty, turn)
+    if SCHEDULE == "joint":
+        gl.warp_specialize(
+            [
+                (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 0, EPILOGUE)),
+                (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        d_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
+        gl.warp_specialize(
+            [
+                (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 0, EPILOGUE)),
+                (consume, (a_bufs, b_bufs, c_desc, d_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 1, EPILOGUE)),
+                (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
+            ],
+            [4, 1],
+            [232, 24],
+        )

@@ -1,0 +1,173 @@
+"""W8A8 GEMM for few tokens on sm_90 in Gluon: out.T = weight @ x.T, as fast as the weight can be read.
+
+Each program keeps a ring of TMA copies in flight while four warps multiply, so there is nothing to overlap by hand.
+With QUANTIZE the activations come in as floats and every program quantizes the few rows for itself: one launch in all.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper import read_scales, scaled
+
+
+@gluon.jit
+def fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT: gl.constexpr, QUANTIZE: gl.constexpr):
+    """Start the copies of this program's step j. Steps behind the end of K read zeros."""
+    STAGES: gl.constexpr = w_bufs.shape[0]
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    unit = gl.program_id(0) + j // per_unit * gl.num_programs(0)
+    k = (unit % SPLIT * per_unit + j % per_unit) * BK
+    stage = j % STAGES
+    ready = full.index(stage)
+    if QUANTIZE:
+        mbarrier.expect(ready, w_desc.block_type.nbytes, pred=j < total)
+    else:
+        mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=j < total)
+        tma.async_copy_global_to_shared(x_desc, [0, k], ready, x_bufs.index(stage), pred=j < total)
+    tma.async_copy_global_to_shared(w_desc, [unit // SPLIT * BN, k], ready, w_bufs.index(stage), pred=j < total)
+
+
+@gluon.jit
+def load_rows(x_ptr, k, M, K, BT: gl.constexpr, BK: gl.constexpr, LAYOUT: gl.constexpr):
+    rows = gl.expand_dims(gl.arange(0, BT, gl.SliceLayout(1, LAYOUT)), 1)
+    columns = k + gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, LAYOUT)), 0)
+    return gl.load(x_ptr + rows * K + columns, (rows < M) & (columns < K), other=0).to(gl.float32)
+
+
+@gluon.jit
+def row_scales(x_ptr, M, K, q_max, BT: gl.constexpr, LAYOUT: gl.constexpr):
+    """max abs x / q_max of every row, kept away from zero. An integer maximum over the bits lets NaN through."""
+    WIDE: gl.constexpr = 16384 // BT
+    largest = gl.zeros((BT, WIDE), gl.int32, LAYOUT)
+    for k in range(0, K, WIDE):
+        x = load_rows(x_ptr, k, M, K, BT, WIDE, LAYOUT)
+        largest = gl.maximum(largest, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
+    amax = gl.max(largest, axis=1).to(gl.float32, bitcast=True)
+    scale = gl.div_rn(amax, gl.full_like(amax, 1.0) * q_max)
+    scale = gl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
+    scale = gl.where(amax == 0, 1.0, scale)
+    return gl.where(scale == scale, scale, float("nan"))
+
+
+@gluon.jit
+def quantized(x, scale, reciprocal, ordinary, q_min, q_max):
+    """clamp(rint(x / scale)). The corrected product is the correctly rounded quotient for an ordinary scale."""
+    s = gl.expand_dims(scale, 1)
+    if ordinary:
+        r = gl.expand_dims(reciprocal, 1)
+        q = x * r
+        q = gl.fma(gl.fma(-q, s, x), r, q)
+    else:
+        q = gl.div_rn(x, s + gl.zeros_like(x))
+    q = gl.minimum(gl.maximum(q, q_min), q_max)
+    # Adding 1.5 * 2**23 rounds half to even and leaves the integer in the low bits.
+    return (q + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+
+
+@gluon.jit
+def gemm_skinny(
+    x_desc,
+    w_desc,
+    x_ptr,
+    out_ptr,
+    partial_ptr,
+    scale_out_ptr,
+    sa_ptr,
+    sa,
+    sw_ptr,
+    sw,
+    bias_ptr,
+    zp_ptr,
+    zp,
+    sum_ptr,
+    q_min,
+    q_max,
+    M,
+    N,
+    K,
+    BT: gl.constexpr,
+    STAGES: gl.constexpr,
+    SPLIT: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+    EPILOGUE: gl.constexpr,
+):
+    """A unit of work is BN rows of the weight and a part of K; with SPLIT > 1 the sums go to partial[SPLIT, M, N]."""
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    OUT: gl.constexpr = out_ptr.dtype.element_ty
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BT, 32])
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (BK // 16), BK // 16], [4, 1], [1, 0])
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [32 // (BN // 8), BN // 8], [4, 1], [1, 0])
+    w_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(gl.int8, [2 if QUANTIZE else STAGES, BT, BK], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+
+    per_unit = gl.cdiv(gl.cdiv(K, BK), SPLIT)
+    units = gl.cdiv(N, BN) * SPLIT
+    pid = gl.program_id(0)
+    total = gl.cdiv(units - pid, gl.num_programs(0)) * per_unit
+    for j in gl.static_range(STAGES - 1):
+        fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, QUANTIZE)
+
+    if QUANTIZE:
+        scale = row_scales(x_ptr, M, K, q_max, BT, ROWS)
+        reciprocal = gl.div_rn(gl.full_like(scale, 1.0), scale)
+        in_range = gl.where((scale >= 7.888609052210118e-31) & (scale <= 1.2676506002282294e30), 1, 0)
+        ordinary = gl.min(in_range, axis=0) == 1
+        if pid == 0:
+            token = gl.arange(0, BT, gl.SliceLayout(1, ROWS))
+            gl.store(scale_out_ptr + token, scale, token < M)
+        row_scale = gl.convert_layout(scale, gl.SliceLayout(0, MMA))
+        x = load_rows(x_ptr, pid % SPLIT * per_unit * BK, M, K, BT, BK, ROWS)
+    else:
+        row_scale = sa
+
+    acc = gl.zeros((BN, BT), gl.int32, MMA)
+    for j in range(total):
+        inner = j % per_unit
+        unit = pid + j // per_unit * gl.num_programs(0)
+        if QUANTIZE:
+            x_now = x_bufs.index(j % 2)
+            x_now.store(quantized(x, scale, reciprocal, ordinary, q_min, q_max))
+            fence_async_shared()
+            following = j + 1
+            unit_then = pid + following // per_unit * gl.num_programs(0)
+            x = load_rows(x_ptr, (unit_then % SPLIT * per_unit + following % per_unit) * BK, M, K, BT, BK, ROWS)
+        else:
+            x_now = x_bufs.index(j % STAGES)
+        mbarrier.wait(full.index(j % STAGES), j // STAGES & 1)
+        acc = warpgroup_mma(w_bufs.index(j % STAGES), x_now.permute((1, 0)), acc, use_acc=inner > 0, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        gl.thread_barrier()
+        fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, QUANTIZE)
+        if inner == per_unit - 1:
+            column = unit // SPLIT * BN
+            token = gl.expand_dims(gl.arange(0, BT, gl.SliceLayout(1, STORE)), 1)
+            place = column + gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, STORE)), 0)
+            mask = (token < M) & (place < N)
+            if SPLIT > 1:
+                sums = gl.convert_layout(gl.permute(acc, [1, 0]), STORE)
+                gl.store(partial_ptr + (unit % SPLIT * M + token).to(gl.int64) * N + place, sums, mask)
+            else:
+                tokens = gl.arange(0, BT, gl.SliceLayout(0, MMA))
+                columns = column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
+                scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr)
+                by_token, by_column = read_scales(tokens, columns, M, N, scales, EPILOGUE)
+                y = scaled(acc, tokens, columns, M, N, by_token, by_column, scales, EPILOGUE, OUT)
+                gl.store(
+                    out_ptr + token.to(gl.int64) * N + place, gl.convert_layout(gl.permute(y, [1, 0]), STORE), mask
+                )

@@ -1,0 +1,118 @@
+"""Which tile and schedule a linear gets: pure functions of its shape, from measurements on an H200.
+
+Two warpgroups that take turns hide the epilogue of one behind the products of the other: the fastest schedule at nearly
+all measured shapes. With few tiles and a long K there is little to hide, and a larger tile reads less from L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+#: The most tokens the weight-streaming kernel takes.
+SKINNY_TOKENS = 64
+#: The most tokens every program quantizes for itself. Each repeats the work of all others: hidden, but not for more.
+FUSED_TOKENS = 2
+#: Bytes of shared memory a program may have on sm_90.
+SHARED_MEMORY = 227 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of the output, the ring of stages that feeds it, and how the tiles are walked."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    warps: int
+    registers: int | None
+    #: The output leaves through shared memory in this many pieces.
+    pieces: int
+    #: Tile rows that are walked together.
+    group: int
+    #: "joint": all warps share a tile; "pingpong": two warpgroups take turns.
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k} {self.schedule}, {self.stages} stages, groups of {self.group}"
+
+
+TURNS = Tile(128, 128, 128, 6, 4, None, 4, 8, "pingpong")
+#: Fewer rows at a time where the operands are too large for L2 to keep both.
+LARGE_TURNS = replace(TURNS, group=4)
+TALL = Tile(256, 128, 128, 4, 8, 168, 4, 8, "joint")
+
+
+def tile(m: int, n: int, k: int, out_bytes: int, processors: int) -> Tile:
+    if k >= 8192 and -(-m // 128) * -(-n // 128) <= 4 * processors and m > 256:
+        # A 32-bit output needs twice the room on its way out.
+        return TALL if out_bytes <= 2 else replace(TALL, stages=3)
+    chosen = LARGE_TURNS if m >= 4096 and n >= 8192 else TURNS
+    return chosen if out_bytes <= 2 else replace(chosen, stages=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Skinny:
+    """`rows` of the weight by `tokens`, K in steps of `k` and in `split` parts that are summed afterwards."""
+
+    tokens: int
+    rows: int
+    k: int
+    stages: int
+    split: int
+    #: Programs that share a multiprocessor.
+    programs: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows x {self.tokens} tokens x {self.k}, {self.stages} stages, K in {self.split}"
+
+
+def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
+    tokens = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
+    rows, step = 128, 256
+    stages = min(6, (SHARED_MEMORY - 4096) // ((rows + tokens) * step))
+    tiles, steps = -(-n // rows), -(-k // step)
+    return Skinny(
+        tokens, rows, step, stages, min(_splits(steps), key=lambda split: _cost(tiles, steps, split, processors))
+    )
+
+
+def fused(m: int, n: int, k: int, processors: int) -> Skinny:
+    """Two programs to a multiprocessor: one reads its weights while the other quantizes."""
+    rows, step, programs = 64, 512, 2
+    tiles, steps = -(-n // rows), -(-k // step)
+    split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors))
+    return Skinny(8, rows, step, 3, split, programs)
+
+
+def _splits(steps: int) -> list[int]:
+    return [split for split in (1, 2, 4, 8) if split == 1 or steps // split >= 4]
+
+
+def _cost(tiles: int, steps: int, split: int, processors: int) -> float:
+    """In steps of the busiest multiprocessor; adding the parts up costs a launch."""
+    units = tiles * split
+    rounds = -(-units // processors)
+    return rounds * -(-steps // split) + (6 if split > 1 else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Portable:
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{self.k}, {self.stages} stages"
+
+
+def portable(m: int, n: int, k: int) -> Portable:
+    if m <= 16:
+        return Portable(16, 64, 128, 4, 4)
+    if m <= 32:
+        return Portable(32, 64, 128, 4, 4)
+    if m <= 64:
+        return Portable(64, 64, 128, 4, 4)
+    return Portable(128, 128, 64, 8, 3)

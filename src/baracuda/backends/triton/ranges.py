@@ -1,0 +1,439 @@
+"""Dynamic ranges: kernels that find each segment's scale and, where it still is at hand, quantize the segment too.
+
+`rows` and `blocks` hold whole segments in registers: one read, one write. `long_rows` reads a segment twice, the second
+time from the cache. The others find ranges in two stages, `partial` and `finish`, and leave the quantization to the
+elementwise kernels.
+"""
+
+# A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
+# ruff: noqa: RET505, PLR5501
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .elementwise import NEVER
+from .numerics import (
+    INF,
+    bounds,
+    choose_qparams,
+    lanes,
+    larger,
+    largest,
+    loop_bound,
+    low_bits,
+    pack_pairs,
+    prepare,
+    quantize_steps,
+    smaller,
+    smallest,
+    widen,
+)
+
+
+@triton.jit
+def lowest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """What a minimum is taken of; symmetric ranges have none."""
+    if SYMMETRIC:
+        return x
+    else:
+        return tl.where(mask, x, INF).to(x.dtype) if MASKED else x
+
+
+@triton.jit
+def highest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """What a maximum is taken of. Masked elements are loaded as zeros, which change no maximum of magnitudes."""
+    if SYMMETRIC:
+        return tl.abs(x)
+    else:
+        return tl.where(mask, x, -INF).to(x.dtype) if MASKED else x
+
+
+@triton.jit
+def quantize_tile(
+    out_ptr,
+    x,
+    scale,
+    zero_point,
+    start,
+    column,
+    width,
+    valid,
+    MASKED: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Quantize x, [LINES, COLS] in the math type, and store it."""
+    divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
+    low, high, shift, odd = bounds(zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
+    # An asymmetric scale puts the bounds at most 2**22 steps from zero, just beyond what is NEAR.
+    far: tl.constexpr = not SYMMETRIC and not F64
+    m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, far, F64)
+    q = low_bits(m, F64) + odd
+    if PACKED:
+        pairs = column // 2 + tl.arange(0, COLS // 2)[None, :]
+        mask = valid & (pairs < width // 2) if MASKED else None
+        tl.store(out_ptr + start // 2 + pairs, pack_pairs(q, LINES, COLS), mask=mask)
+    else:
+        columns = column + lanes(COLS, VECTOR)[None, :]
+        mask = valid & (columns < width) if MASKED else None
+        tl.store(out_ptr + start + columns, q.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rows(
+    x_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    out_ptr,
+    lines,
+    width,
+    MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Contiguous segments of up to COLS elements, LINES of them a program."""
+    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    start = (line.to(tl.int64) if WIDE else line)[:, None] * width
+    valid = (line < lines)[:, None]
+    columns = tl.arange(0, COLS)[None, :]
+    masked: tl.constexpr = MASK != NEVER
+    mask = valid & (columns < width) if masked else None
+    x = widen(tl.load(x_ptr + start + columns, mask=mask, other=0.0 if masked else None), F64)
+    high = largest(highest_of(x, mask, masked, SYMMETRIC), 1)
+    low = high if SYMMETRIC else smallest(lowest_of(x, mask, masked, SYMMETRIC), 1)
+    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    stored, scale, zero_point = choose_qparams(
+        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
+    )
+    keep = line < lines if masked else None
+    tl.store(scale_ptr + line, stored, mask=keep)
+    if zero_point_ptr is not None:
+        tl.store(zero_point_ptr + line, zero_point, mask=keep)
+    if out_ptr is not None:
+        quantize_tile(
+            out_ptr,
+            x,
+            scale[:, None],
+            zero_point[:, None],
+            start,
+            0,
+            width,
+            valid,
+            masked,
+            SYMMETRIC,
+            RECIPROCAL,
+            Q_MIN,
+            Q_MAX,
+            PACKED,
+            F64,
+            LINES,
+            COLS,
+            0,
+        )
+
+
+@triton.jit
+def blocks(
+    x_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    out_ptr,
+    run,
+    inner,
+    column_blocks,
+    MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Strided segments of up to LINES elements, COLS neighbours a program: [rows, run, inner] as it lies."""
+    program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    row, column = program // column_blocks, program % column_blocks * COLS
+    line = tl.arange(0, LINES)[:, None]
+    start, valid = (row * run + line) * inner, line < run
+    index = column + lanes(COLS, VECTOR)
+    masked: tl.constexpr = MASK != NEVER
+    mask = valid & (index < inner)[None, :] if masked else None
+    x = widen(tl.load(x_ptr + start + index[None, :], mask=mask, other=0.0 if masked else None), F64)
+    high = largest(highest_of(x, mask, masked, SYMMETRIC), 0)
+    low = high if SYMMETRIC else smallest(lowest_of(x, mask, masked, SYMMETRIC), 0)
+    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    stored, scale, zero_point = choose_qparams(
+        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
+    )
+    keep = index < inner if masked else None
+    tl.store(scale_ptr + row * inner + index, stored, mask=keep)
+    if zero_point_ptr is not None:
+        tl.store(zero_point_ptr + row * inner + index, zero_point, mask=keep)
+    if out_ptr is not None:
+        quantize_tile(
+            out_ptr,
+            x,
+            scale[None, :],
+            zero_point[None, :],
+            start,
+            column,
+            inner,
+            valid,
+            masked,
+            SYMMETRIC,
+            RECIPROCAL,
+            Q_MIN,
+            Q_MAX,
+            PACKED,
+            F64,
+            LINES,
+            COLS,
+            VECTOR,
+        )
+
+
+@triton.jit
+def load_span(x_ptr, start, column, width, F64: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr):
+    """[1, COLS] elements of a line in the math type, zeros where the line has ended."""
+    columns = column + tl.arange(0, COLS)[None, :]
+    if MASK == NEVER:
+        x = tl.load(x_ptr + start + columns)
+    else:
+        if column + COLS <= width:  # without a mask, so that a line of odd length is read as fast as any
+            x = tl.load(x_ptr + start + columns)
+        else:
+            x = tl.load(x_ptr + start + columns, mask=columns < width, other=0.0)
+    return widen(x, F64)
+
+
+@triton.jit
+def long_rows(
+    x_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    out_ptr,
+    lines,
+    width,
+    MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    WIDE: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Contiguous segments of any length, one a program, in two passes."""
+    line = tl.program_id(0)
+    start = (line.to(tl.int64) if WIDE else line) * width
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    highs = tl.full([1, COLS], 0.0 if SYMMETRIC else -INF, math)
+    lows = tl.full([1, COLS], INF, math)
+    for column in range(0, loop_bound(width), COLS):
+        x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
+        mask = column + tl.arange(0, COLS)[None, :] < width
+        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
+        if not SYMMETRIC:
+            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
+    high = largest(highs, 1)
+    low = high if SYMMETRIC else smallest(lows, 1)
+    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    stored, scale, zero_point = choose_qparams(
+        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
+    )
+    one = tl.arange(0, 1)
+    tl.store(scale_ptr + line + one, stored)
+    if zero_point_ptr is not None:
+        tl.store(zero_point_ptr + line + one, zero_point)
+    if out_ptr is not None:
+        last = (width - 1) // COLS * COLS
+        for i in range(0, loop_bound(width), COLS):
+            column = last - i  # backwards: what was read last is nearest
+            x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
+            quantize_tile(
+                out_ptr,
+                x,
+                scale[:, None],
+                zero_point[:, None],
+                start,
+                column,
+                width,
+                True,
+                MASK != NEVER,
+                SYMMETRIC,
+                RECIPROCAL,
+                Q_MIN,
+                Q_MAX,
+                PACKED,
+                F64,
+                1,
+                COLS,
+                0,
+            )
+
+
+@triton.jit
+def partial(
+    x_ptr,
+    low_ptr,
+    high_ptr,
+    repeat,
+    rows,
+    run,
+    column_blocks,
+    items,
+    chunks,
+    MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    F64: tl.constexpr,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
+    program = tl.program_id(0)
+    row, chunk = program % rows, program // rows
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
+    lows = tl.full([LINES, COLS], INF, math)
+    for item in range(loop_bound(chunk), loop_bound(items), loop_bound(chunks)):
+        top, left = item // column_blocks, item % column_blocks
+        if WIDE:
+            top, left = top.to(tl.int64), left.to(tl.int64)
+        line = top * LINES + tl.arange(0, LINES)[:, None]
+        columns = left * COLS + tl.arange(0, COLS)[None, :]
+        mask = (line < repeat) & (columns < run)
+        pointers = x_ptr + (line * rows + row) * run + columns
+        if MASK == NEVER:
+            x = tl.load(pointers)
+        else:
+            if (top * LINES + LINES <= repeat) & (left * COLS + COLS <= run):
+                x = tl.load(pointers)
+            else:
+                x = tl.load(pointers, mask=mask, other=0.0)
+        x = widen(x, F64)
+        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
+        if not SYMMETRIC:
+            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
+    where = chunk * rows + row + tl.arange(0, 1)
+    tl.store(high_ptr + where, largest(tl.reshape(highs, (1, LINES * COLS)), 1))
+    if not SYMMETRIC:
+        tl.store(low_ptr + where, smallest(tl.reshape(lows, (1, LINES * COLS)), 1))
+
+
+@triton.jit
+def partial_columns(
+    x_ptr,
+    low_ptr,
+    high_ptr,
+    rows,
+    run,
+    inner,
+    column_blocks,
+    span,
+    MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr,
+    F64: tl.constexpr,
+    WIDE: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """The ranges of COLS neighbouring strided segments over `span` lines of their run."""
+    program = tl.program_id(0)
+    column, above = program % column_blocks * COLS, program // column_blocks
+    row, chunk = above % rows, above // rows
+    index = column + tl.arange(0, COLS)
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
+    lows = tl.full([LINES, COLS], INF, math)
+    end = tl.minimum(chunk * span + span, run)
+    for first in range(loop_bound(chunk * span), loop_bound(end), LINES):
+        line = first + tl.arange(0, LINES)[:, None]
+        mask = (line < run) & (index < inner)[None, :]
+        if WIDE:
+            line = line.to(tl.int64)
+        pointers = x_ptr + (row * run + line) * inner + index[None, :]
+        if MASK == NEVER:
+            x = tl.load(pointers)
+        else:
+            x = tl.load(pointers, mask=mask, other=0.0)
+        x = widen(x, F64)
+        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
+        if not SYMMETRIC:
+            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
+    where = (chunk * rows + row).to(tl.int64) * inner + index
+    keep = index < inner
+    tl.store(high_ptr + where, largest(highs, 0), mask=keep)
+    if not SYMMETRIC:
+        tl.store(low_ptr + where, smallest(lows, 0), mask=keep)
+
+
+@triton.jit
+def finish(
+    low_ptr,
+    high_ptr,
+    scale_ptr,
+    zero_point_ptr,
+    chunks,
+    segments,
+    SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    F64: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Scales from partial ranges, [chunks, segments]. Without any chunk the segments are empty."""
+    index = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
+    keep = index < segments
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    if high_ptr is None:
+        high = tl.full([COLS], 0.0, math)
+        low = high
+    else:
+        highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
+        lows = tl.full([LINES, COLS], INF, math)
+        for first in range(0, loop_bound(chunks), LINES):
+            line = first + tl.arange(0, LINES)[:, None]
+            mask = (line < chunks) & keep[None, :]
+            offsets = line.to(tl.int64) * segments + index[None, :]
+            highs = larger(highs, tl.load(high_ptr + offsets, mask=mask, other=0.0 if SYMMETRIC else -INF))
+            if not SYMMETRIC:
+                lows = smaller(lows, tl.load(low_ptr + offsets, mask=mask, other=INF))
+        high = largest(highs, 0)
+        low = high if SYMMETRIC else smallest(lows, 0)
+    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    stored, _, zero_point = choose_qparams(
+        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
+    )
+    tl.store(scale_ptr + index, stored, mask=keep)
+    if zero_point_ptr is not None:
+        tl.store(zero_point_ptr + index, zero_point, mask=keep)

@@ -1,0 +1,141 @@
+"""Elementwise problems bound to their kernels: all is worked out at `select`, a launch only launches."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ...problem import Problem
+from ...types import Arithmetic, ElementKind, QuantizeKind
+from ..registry import Launch, Value
+from . import elementwise as kernels
+from . import tune
+from .launch import Argument, Step, double_bits
+
+_OPS = {
+    QuantizeKind.QUANTIZE: kernels.QUANTIZE,
+    QuantizeKind.DEQUANTIZE: kernels.DEQUANTIZE,
+    QuantizeKind.FAKE_QUANTIZE: kernels.FAKE_QUANTIZE,
+    QuantizeKind.QUANTIZE_BACKWARD: kernels.QUANTIZE_BACKWARD,
+    QuantizeKind.DEQUANTIZE_BACKWARD: kernels.DEQUANTIZE_BACKWARD,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: kernels.FAKE_QUANTIZE_BACKWARD,
+}
+_BACKWARD = (
+    QuantizeKind.QUANTIZE_BACKWARD,
+    QuantizeKind.DEQUANTIZE_BACKWARD,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+)
+_PACKED = {ElementKind.U4: kernels.UNSIGNED.value, ElementKind.S4: kernels.SIGNED.value}
+
+
+def elementwise(problem: Problem, device: torch.device) -> Launch:
+    step = elementwise_step(problem, device)
+    needs_input = problem.op is not QuantizeKind.DEQUANTIZE_BACKWARD
+    forward, scattered = problem.op not in _BACKWARD, step is not None and step.kernel is kernels.scattered
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        if step is None:
+            return
+        if forward:
+            x, scale, zero_point, out = operands
+            dy = None
+        else:
+            x, dy, scale, zero_point, out = operands
+            x = x if needs_input else None
+        middle = (_scale(scale), _zero_point(zero_point), cast(Tensor, out))
+        if scattered:
+            step(cast(Tensor, x), *middle)
+        else:
+            step(cast("Tensor | None", x), cast("Tensor | None", dy), *middle)
+
+    return launch
+
+
+def elementwise_step(problem: Problem, device: torch.device, *, again: bool = False) -> Step | None:
+    """The kernel of an elementwise problem; `again` when another one has just read the same tensor."""
+    view, op = problem.view, _OPS[problem.op]
+    if view.numel == 0:
+        return None
+    constants = {
+        "OP": op.value,
+        **arithmetic(problem),
+        "PACKED": packed(problem) if problem.op in (QuantizeKind.QUANTIZE, QuantizeKind.DEQUANTIZE) else 0,
+    }
+    if constants["PACKED"] and not pairs_line_up(problem):
+        return _scattered(problem, device, constants)
+    constants |= {"BACKWARDS": again, "WIDE": wide(problem)}
+    size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
+    light = problem.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
+    if view.inner > 1:
+        tile = tune.columns(view.run, view.inner, size, light=light, packed=is_packed)
+        blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
+        even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
+        sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
+        constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
+        constants |= {"VECTOR": tile.vector}
+        return Step(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile.warps, device)
+    lines = view.repeat * view.rows
+    tile = tune.dense(view.run, size, light=light, packed=is_packed, backward=problem.op in _BACKWARD)
+    blocks = blocks_of(view.run, tile.columns)
+    even = lines % tile.lines == 0 and view.run % tile.columns == 0
+    sizes = {"lines": lines, "width": view.run, "blocks": blocks, "rows": view.rows}
+    constants |= {
+        "SEGMENT": 0 if view.rows == 1 else 1 if view.repeat == 1 else 2,
+        "MASK": mask(even, tile.lines == 1 or view.run % tile.columns == 0),
+        "LINES": tile.lines,
+        "COLS": tile.columns,
+    }
+    return Step(kernels.dense, blocks_of(lines, tile.lines) * blocks, sizes, constants, tile.warps, device)
+
+
+def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]) -> Step:
+    view = problem.view
+    axis = problem.shape[-1] if problem.shape else 1
+    size = view.numel // axis * ((axis + 1) // 2)
+    sizes = {"size": size, "axis": axis, "rows": view.rows, "run": view.run, "inner": view.inner}
+    return Step(kernels.scattered, blocks_of(size, 512), sizes, {**constants, "COLS": 512}, 4, device)
+
+
+def pairs_line_up(problem: Problem) -> bool:
+    """Whether no packed pair straddles the rows of the tensor or the lines of its view."""
+    width = problem.view.inner if problem.view.inner > 1 else problem.view.run
+    return bool(problem.shape) and problem.shape[-1] % 2 == 0 and width % 2 == 0
+
+
+def packed(problem: Problem) -> int:
+    return int(_PACKED.get(problem.quantized, 0))
+
+
+# -- what kernels are told ---------------------------------------------------------------------------------------
+
+
+def arithmetic(problem: Problem) -> dict[str, Any]:
+    return {
+        "RECIPROCAL": problem.arithmetic is Arithmetic.RECIPROCAL,
+        "Q_MIN": problem.q_min,
+        "Q_MAX": problem.q_max,
+        "F64": problem.element is ElementKind.F64,
+    }
+
+
+def _scale(scale: Value) -> Argument:
+    return scale if isinstance(scale, Tensor) else double_bits(cast(float, scale))
+
+
+def _zero_point(zero_point: Value) -> Argument:
+    return zero_point if zero_point is None or isinstance(zero_point, Tensor) else int(zero_point)
+
+
+def mask(even: bool, edges: bool = False) -> int:
+    return int((kernels.NEVER if even else kernels.EDGES if edges else kernels.ALWAYS).value)
+
+
+def wide(problem: Problem) -> bool:
+    """Whether element offsets need 64 bits, with room for a tile that reaches over the end."""
+    return problem.view.numel >= 2**31 - 2**20
+
+
+def blocks_of(size: int, by: int) -> int:
+    return -(-size // by)

@@ -1,0 +1,118 @@
+"""Configurations as pure functions of the view, the element sizes and the device: no measuring at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ...scope import View
+
+#: Segments up to this many bytes, in the math type, are held in registers.
+IN_REGISTERS = 2**17
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """[lines, columns] elements a program handles at a time, `repeats` times down the run, with `warps` warps.
+
+    `vector` limits the neighbouring columns a thread holds (0: no limit).
+    """
+
+    lines: int
+    columns: int
+    warps: int
+    repeats: int = 1
+    vector: int = 0
+
+
+class Schedule(Enum):
+    """How a dynamic range is found."""
+
+    ROWS = "rows"
+    LONG_ROWS = "long_rows"
+    BLOCKS = "blocks"
+    PARTIAL = "partial"
+    PARTIAL_COLUMNS = "partial_columns"
+    EMPTY = "empty"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """A schedule, its tile and, for the two-stage ones, into how many chunks a segment is cut."""
+
+    schedule: Schedule
+    tile: Tile
+    chunks: int = 0
+
+
+def dense(width: int, element_bytes: int, *, light: bool, packed: bool, backward: bool = False) -> Tile:
+    """The tile of an elementwise kernel over lines of `width` elements.
+
+    `light` ops, a multiplication per element, and wide elements run best with many threads; the others, bound by
+    instructions, with threads that share what a scale costs among more elements.
+    """
+    if light or element_bytes == 8:
+        size, warps = 2048, 4
+    elif element_bytes == 4 or backward:
+        size, warps = 4096, 8
+    else:
+        size, warps = 8192 if packed or width < 2048 else 4096, 4
+    columns = min(power_of_two(width), size)
+    return Tile(max(size // columns, 1), columns, warps)
+
+
+def columns(run: int, inner: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
+    """The tile of an elementwise kernel over columns of their own scale."""
+    if run == 1:
+        return Tile(1, min(power_of_two(inner), 2048), 4)
+    sparing = element_bytes == 2 and not light
+    across = min(power_of_two(inner), 128 if sparing or element_bytes == 8 else 256)
+    lines = min(power_of_two(run), max(4096 // across, 1))
+    if not sparing:
+        return Tile(lines, across, 4)
+    return Tile(lines, across, 4, repeats=min(8, max(run // lines, 1)), vector=8 if packed else 4)
+
+
+def dynamic(view: View, element_bytes: int, processors: int) -> Range:
+    """The schedule of a dynamic range."""
+    math_bytes = max(element_bytes, 4)
+    if view.segment_length == 0:
+        return Range(Schedule.EMPTY, Tile(1, 128, 4))
+    if view.inner > 1:
+        return _strided(view, math_bytes, processors)
+    width = power_of_two(view.run)
+    if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
+        lines = max(2048 * 4 // math_bytes // width, 1)
+        return Range(Schedule.ROWS, Tile(lines, width, _warps(lines * width, 32 * 4 // math_bytes)))
+    if view.repeat == 1 and view.rows >= processors:
+        return Range(Schedule.LONG_ROWS, Tile(1, 8192 * 4 // math_bytes, 16))
+    tile_columns = min(width, 4096 * 4 // math_bytes)
+    lines = min(max(4096 * 4 // math_bytes // tile_columns, 1), power_of_two(view.repeat))
+    items = -(-view.repeat // lines) * -(-view.run // tile_columns)
+    chunks = min(items, max(-(-8 * processors // view.rows), 1))
+    return Range(Schedule.PARTIAL, Tile(lines, tile_columns, 8), chunks)
+
+
+def _strided(view: View, math_bytes: int, processors: int) -> Range:
+    lines = power_of_two(view.run)
+    across = min(power_of_two(view.inner), 256 // math_bytes)
+    if lines * across * math_bytes <= 2**15:
+        across = min(power_of_two(view.inner), max(2**15 // math_bytes // lines, across))
+    if lines * across * math_bytes <= IN_REGISTERS // 2:
+        warps = _warps(lines * across, 64 * 4 // math_bytes)
+        return Range(Schedule.BLOCKS, Tile(lines, across, warps, vector=4))
+    across = min(power_of_two(view.inner), 1024 // math_bytes)
+    lines = min(lines, max(2**14 // math_bytes // across, 1))
+    programs = view.rows * -(-view.inner // across)
+    chunks = min(-(-view.run // lines), max(-(-8 * processors // programs), 1))
+    return Range(Schedule.PARTIAL_COLUMNS, Tile(lines, across, 8), chunks)
+
+
+def _warps(elements: int, each: int) -> int:
+    """As many warps as give a thread `each` elements."""
+    return min(max(elements // (32 * each), 1), 32)
+
+
+def power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,168 @@
+"""Calibration: what texts become, and the running per-channel maxima that hooks collect while the model reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .distributed import Team
+from .errors import FlowError
+from .tensorfile import TensorFile
+
+#: Sequences of one length that go through the model together. Fixed, so that the ranks of a team see the same batches.
+BATCH = 8
+#: Rows of each layer's input kept for alpha="auto": this many of each of the first batches.
+KEPT_ROWS, KEPT_BATCHES = 32, 8
+
+
+def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool) -> list[Tensor]:
+    """Token sequences from a .txt (a sample a line), .jsonl ({"text": ...} a line) or .safetensors file of tokens.
+
+    `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token.
+    """
+    if not path.is_file():
+        raise FlowError(f"{path}: no such file; expected .txt, .jsonl or .safetensors")
+    if path.suffix == ".safetensors":
+        return _read_tokens(path)[:samples]
+    texts = _read_texts(path)
+    tokenizer = _tokenizer(model_dir)
+    if not blocks:
+        texts = texts[:samples]
+        return [torch.tensor(tokenizer(text, truncation=True, max_length=length)["input_ids"]) for text in texts]
+    tokens: list[int] = []
+    for text in texts:
+        tokens += tokenizer(text + "\n")["input_ids"]
+        if len(tokens) >= samples * length:
+            break
+    cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
+    return [block for block in cut if len(block) > 1][:samples]
+
+
+def batches(sequences: list[Tensor]) -> list[Tensor]:
+    """Neighbours of the same length share a batch; nothing is padded, so no padding is measured."""
+    made: list[list[Tensor]] = []
+    for sequence in sequences:
+        if made and len(made[-1]) < BATCH and len(made[-1][0]) == len(sequence):
+            made[-1].append(sequence)
+        else:
+            made.append([sequence])
+    return [torch.stack(batch) for batch in made]
+
+
+class Observer:
+    """Hooks on linears, one for each distinct input. Holds a maximum per channel, and a few rows when asked to."""
+
+    def __init__(self, model: nn.Module, groups: list[list[str]], *, keep_rows: bool) -> None:
+        """`groups`: names of linear weights that read the same value; the first of each is watched."""
+        self.groups, self.keep_rows = groups, keep_rows
+        self.maxima: dict[str, Tensor] = {}
+        self.rows: dict[str, dict[int, Tensor]] = {group[0]: {} for group in groups}
+        self.batch = 0
+        self._handles = [self._watch(model, group[0]) for group in groups]
+
+    def _watch(self, model: nn.Module, weight: str) -> Any:
+        module = model.get_submodule(weight.removesuffix(".weight"))
+
+        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            x = args[0].detach().reshape(-1, args[0].shape[-1])
+            # Two plain reductions: many times faster than the norm torch has for this.
+            largest = torch.maximum(x.amax(0), -x.amin(0)).float()
+            known = self.maxima.get(weight)
+            self.maxima[weight] = largest if known is None else torch.maximum(known, largest)
+            if self.keep_rows and self.batch < KEPT_BATCHES:
+                step = max(1, x.shape[0] // KEPT_ROWS)
+                self.rows[weight][self.batch] = x[::step][:KEPT_ROWS].float().cpu()
+
+        return module.register_forward_pre_hook(hook)
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def reduce(self, team: Team) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Maxima and rows over all ranks, for every linear of every group."""
+        maxima: dict[str, Tensor] = {}
+        rows: dict[str, Tensor] = {}
+        for group in self.groups:
+            everyone = [part for part in team.gather(self.maxima.get(group[0])) if part is not None]
+            if not everyone:
+                continue
+            largest = torch.stack([part.cpu() for part in everyone]).amax(0)
+            if not bool(torch.isfinite(largest).all()):
+                raise FlowError(f"calibration: the input of {group[0]} holds NaN or infinite values")
+            kept: dict[int, Tensor] = {}
+            for part in team.gather(self.rows[group[0]]):
+                kept |= part
+            for weight in group:
+                maxima[weight] = largest
+                if kept:
+                    rows[weight] = torch.cat([kept[i] for i in sorted(kept)])
+        return maxima, rows
+
+
+def run_batches(
+    model: nn.Module,
+    data: list[Tensor],
+    team: Team,
+    device: torch.device,
+    step: Callable[[int], None],
+    arguments: dict[str, Any],
+) -> None:
+    """This rank's batches through the model."""
+    for index, tokens in enumerate(data):
+        if index % team.size != team.rank:
+            continue
+        step(index)
+        with torch.no_grad():
+            model(input_ids=tokens.to(device), **arguments)
+
+
+# -- files -------------------------------------------------------------------------------------------------------
+
+
+def _read_texts(path: Path) -> list[str]:
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if path.suffix == ".jsonl":
+        texts = []
+        for number, line in enumerate(lines, 1):
+            try:
+                record = json.loads(line)
+                text = record if isinstance(record, str) else record["text"]
+            except (ValueError, KeyError, TypeError):
+                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}') from None
+            texts.append(str(text))
+        return texts
+    if path.suffix != ".txt":
+        raise FlowError(f"{path}: expected .txt, .jsonl or .safetensors")
+    return lines
+
+
+def _read_tokens(path: Path) -> list[Tensor]:
+    """Every integer tensor of the file: one sequence, or a sequence a row."""
+    sequences: list[Tensor] = []
+    with TensorFile(path) as file:
+        for name in sorted(file.entries):
+            tokens = file.read(name)
+            if tokens.is_floating_point() or tokens.ndim not in (1, 2):
+                raise FlowError(f"{path}: {name}: expected token numbers of one or two axes")
+            sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
+    if not sequences:
+        raise FlowError(f"{path}: no token sequences")
+    return sequences
+
+
+def _tokenizer(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    try:
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise FlowError(
+            f"{model_dir}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
+            f"instead ({str(error)[:200]})"
+        ) from None

@@ -1,0 +1,271 @@
+"""quantize_checkpoint: a model directory in, a quantized one out, resumable at any moment."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..plan import resolve_device
+from . import report as reports
+from .checkpoint import FOREIGN_WEIGHTS, INDEX, Checkpoint, read_json
+from .distributed import Team, team
+from .errors import FlowError
+from .journal import FOLDER, Journal, digest, digest_file
+from .preparation import Preparation
+from .scheme import Scheme
+from .stream import ShardJob
+from .structure import DEFAULT_IGNORE, Structure, find_linears
+from .tensorfile import Entry, TensorFileWriter, layout
+
+#: stage, bytes or steps done since the last call, total of the stage, what is being worked on
+Progress = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that decides the bytes of the result."""
+
+    scheme: str = "w8a8"
+    activations: str = "dynamic"
+    alpha: float | str = 0.5
+    ignore: tuple[str, ...] = ()
+    group_size: int = 128
+    samples: int = 128
+    sequence_length: int = 512
+
+
+@dataclass
+class Run:
+    """One conversion, in the order it happens."""
+
+    source: Checkpoint
+    out: Path
+    options: Options
+    team: Team
+    device: torch.device
+    progress: Progress
+    calibration: Path | None = None
+    evaluation: Path | None = None
+    scheme: Scheme = field(init=False)
+    structure: Structure = field(init=False)
+    journal: Journal = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        self.scheme = Scheme.of(options.scheme, options.activations, options.group_size)
+        if self.scheme.needs_calibration and self.calibration is None:
+            raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
+                            "jsonl or safetensors file of tokens")  # fmt: skip
+        _check_alpha(options.alpha)
+        self.structure = find_linears(self.source, self.scheme, (*DEFAULT_IGNORE, *options.ignore))
+        self.journal = Journal(self.out)
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What the bytes of the result depend on."""
+        return {
+            "baracuda": __version__,
+            "options": {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.options).items()},
+            "source": {name: digest(file.header.decode()) for name, file in self.source.shards.items()},
+            "sizes": {name: file.path.stat().st_size for name, file in self.source.shards.items()},
+            "config": digest(self.source.config),
+            "calibration": digest_file(self.calibration) if self.calibration else None,
+        }
+
+    def go(self, *, resume: bool) -> dict[str, Any]:
+        started = time.perf_counter()
+        self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
+        preparation = self._prepare()
+        plans = {name: self._plan(name) for name in self.source.shards}
+        self._convert(plans, preparation)
+        self.team.barrier()
+        if not self.team.leads:
+            self.team.barrier()
+            return {}
+        self._write_small_files()
+        self._write_index(plans)
+        config = dict(self.source.config) | {"quantization_config": self.scheme.config(self.structure.ignore())}
+        self.journal.write_json(self.out / "config.json", config)
+        result = self._report(preparation, time.perf_counter() - started)
+        self.journal.end()
+        self.team.barrier()
+        return result
+
+    def _together(self, action: Callable[[], None]) -> None:
+        """Rank 0 acts; its failure is everybody's."""
+        problem = None
+        if self.team.leads:
+            try:
+                action()
+            except Exception as error:
+                if self.team.size == 1:
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+        problem = self.team.gather(problem)[0]
+        if problem is not None:
+            raise FlowError(f"rank 0 could not go on: {problem}")
+
+    def _prepare(self) -> Preparation:
+        if not self.scheme.needs_calibration:
+            return Preparation()
+        assert self.calibration is not None
+        tensors, notes = self.journal.folder / "prepared.safetensors", self.journal.folder / "prepared.json"
+        # The notes are renamed last: their presence says that both files are whole.
+        if self.team.gather(notes.exists())[0]:
+            return Preparation.load(tensors, notes)
+        from .prepare import prepare  # noqa: PLC0415  (needs transformers)
+
+        made = prepare(self.source, self.structure, self.scheme, self.options, self.calibration, self.team, self.device,
+                       self.progress)  # fmt: skip
+
+        def keep() -> None:
+            temporary = self.journal.temporary("prepared"), self.journal.temporary("notes")
+            made.save(*temporary)
+            self.journal.publish(temporary[0], tensors)
+            self.journal.publish(temporary[1], notes)
+
+        self._together(keep)
+        return made
+
+    def _plan(self, shard: str) -> list[Entry]:
+        stored: list[Entry] = []
+        for name, entry in self.source.shards[shard].entries.items():
+            module = self.structure.linears.get(name)
+            stored += [entry] if module is None else self.scheme.entries(module, entry)
+        return layout(stored)
+
+    def _convert(self, plans: dict[str, list[Entry]], preparation: Preparation) -> None:
+        """Whole shards to each rank, or, with more ranks than shards, the tensors of each shard to all of them."""
+        total = self.source.nbytes
+        missing = [name for name in plans if not self.team.gather(self.journal.finished(name))[0]]
+        for name in plans:
+            if name not in missing:
+                size = sum(entry.nbytes for entry in self.source.shards[name].entries.values())
+                self.progress("quantize", size, total, name)
+        split = len(plans) < self.team.size
+        mine = self.team.share({name: self.source.shards[name].path.stat().st_size for name in missing})
+        for name in missing if split else sorted(mine):
+            self._convert_shard(name, plans[name], preparation, self.team if split else Team())
+
+    def _convert_shard(self, name: str, plan: list[Entry], preparation: Preparation, workers: Team) -> None:
+        source, total = self.source.shards[name], self.source.nbytes
+        temporary = self.journal.temporary(name)
+        if workers.leads:
+            writer = TensorFileWriter(temporary, plan, {"format": "pt"})
+        workers.barrier()
+        if not workers.leads:
+            writer = TensorFileWriter(temporary, plan, {"format": "pt"}, create=False)
+        job = ShardJob(
+            source,
+            writer,
+            self.scheme,
+            {tensor: m for tensor, m in self.structure.linears.items() if tensor in source.entries},
+            preparation,
+            self.device,
+            lambda tensor, count: self.progress("quantize", count, total, tensor),
+        )
+        mine = set(workers.share({tensor: entry.nbytes for tensor, entry in source.entries.items()}))
+        order = sorted((e for e in source.entries.values() if e.name in mine), key=lambda e: e.start)
+        try:
+            statistics = job.run([entry.name for entry in order])
+        except BaseException:
+            writer.abandon()
+            raise
+        writer.close()
+        everything: dict[str, Any] = {}
+        for part in workers.gather(statistics):
+            everything |= part
+        if workers.leads:
+            self.journal.write_json(self.journal.statistics(name), dict(sorted(everything.items())))
+            self.journal.publish(temporary, self.out / name)
+
+    def _write_small_files(self) -> None:
+        """Tokenizer, generation and pooling settings, licences: everything that is not weights comes along."""
+        for path in sorted(self.source.directory.rglob("*")):
+            relative = path.relative_to(self.source.directory)
+            hidden = any(part.startswith(".") for part in relative.parts)
+            inside_out = self.out.resolve() in path.resolve().parents
+            if hidden or inside_out or not path.is_file() or str(relative) in ("config.json", INDEX):
+                continue
+            if path.suffix != ".safetensors" and path.suffix not in FOREIGN_WEIGHTS and path.name not in reports.FILES:
+                self.journal.write_bytes(self.out / relative, path.read_bytes())
+
+    def _write_index(self, plans: dict[str, list[Entry]]) -> None:
+        if self.source.index is None and len(plans) == 1:
+            return
+        weight_map = {entry.name: shard for shard, plan in plans.items() for entry in plan}
+        total = sum(entry.nbytes for plan in plans.values() for entry in plan)
+        content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        self.journal.write_json(self.out / INDEX, content)
+
+    def _report(self, preparation: Preparation, seconds: float) -> dict[str, Any]:
+        statistics: dict[str, Any] = {}
+        for shard in self.source.shards:
+            statistics |= read_json(self.journal.statistics(shard))
+        content = reports.collect(self, statistics, preparation.notes, seconds)
+        if self.evaluation is not None:
+            from .evaluate import evaluate  # noqa: PLC0415  (needs transformers)
+
+            folded = preparation.notes.get("folded", [])
+            scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
+            measured = evaluate(
+                self.source.directory, self.out, self.evaluation, self.options, self.device, self.progress, scaled
+            )
+            content["run"]["tokens_per_second"] = measured.pop("tokens_per_second")
+            content["evaluation"] = measured
+        reports.write(self.journal, self.out, content)
+        return content
+
+
+def quantize_checkpoint(
+    model_dir: str | Path,
+    out: str | Path,
+    *,
+    scheme: str = "w8a8",
+    activations: str = "dynamic",
+    calibration: str | Path | None = None,
+    evaluation: str | Path | None = None,
+    alpha: float | str = 0.5,
+    ignore: tuple[str, ...] | list[str] = (),
+    group_size: int = 128,
+    samples: int = 128,
+    sequence_length: int = 512,
+    device: torch.device | str = "cpu",
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
+
+    Under torchrun every rank calls this and the work is shared; the bytes are those of one process.
+    """
+    out = Path(out)
+    options = Options(scheme, activations, alpha, tuple(ignore), group_size, samples, sequence_length)
+    if resume and is_complete(out):
+        return read_json(out / reports.JSON)
+    with team() as ranks, Checkpoint.open(Path(model_dir)) as source:
+        run = Run(
+            source,
+            out,
+            options,
+            ranks,
+            resolve_device(device),
+            progress or (lambda stage, done, total, label: None),
+            Path(calibration) if calibration is not None else None,
+            Path(evaluation) if evaluation is not None else None,
+        )
+        return run.go(resume=resume)
+
+
+def is_complete(out: Path) -> bool:
+    """Whether a run into this directory has ended."""
+    return (out / reports.JSON).exists() and (out / "config.json").exists() and not (out / FOLDER / "run.json").exists()
+
+
+def _check_alpha(alpha: float | str) -> None:
+    if alpha != "auto" and not (isinstance(alpha, (int, float)) and 0 <= alpha <= 1):
+        raise FlowError(f"alpha: expected a number in [0, 1] or 'auto', got {alpha!r}")

@@ -1,0 +1,72 @@
+"""Many processes, one result: ranks share the work, and every decision is made where all of them agree."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Team:
+    """The ranks of a run; alone, every method is what one process would do anyway."""
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for everybody. A rank that died makes this raise, so nobody waits for the dead."""
+        if self.size > 1:
+            dist.all_reduce(torch.zeros(1))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, in the order of ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def maximum(self, value: Tensor) -> Tensor:
+        if self.size > 1:
+            host = value.cpu()
+            dist.all_reduce(host, op=dist.ReduceOp.MAX)
+            return host.to(value.device)
+        return value
+
+    def share(self, sizes: dict[str, int]) -> list[str]:
+        """The names that are this rank's, the largest dealt first to the rank with the least."""
+        load = [0] * self.size
+        mine = []
+        for name in sorted(sizes, key=lambda n: (-sizes[n], n)):
+            rank = load.index(min(load))
+            load[rank] += sizes[name]
+            if rank == self.rank:
+                mine.append(name)
+        return mine
+
+
+@contextmanager
+def team(timeout_s: float = 1800) -> Iterator[Team]:
+    """The team torchrun started, or a team of one. Only small host tensors travel, so gloo carries them everywhere."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield Team()
+        return
+    started = not dist.is_initialized()
+    if started:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield Team(dist.get_rank(), dist.get_world_size())
+    finally:
+        if started:
+            dist.destroy_process_group()

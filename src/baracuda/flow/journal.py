@@ -1,0 +1,100 @@
+"""What a run has finished, kept beside its output until the end, so that a killed run goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import read_json
+from .errors import FlowError
+
+FOLDER = ".baracuda"
+
+
+class Journal:
+    """`OUT/.baracuda`: temporary files, the fingerprint of the run, and the statistics of each finished shard.
+
+    A shard has its final name only after its bytes and its statistics are on the disk, so a name is a promise.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out, self.folder = out, out / FOLDER
+
+    def begin(self, run: dict[str, Any], *, resume: bool) -> None:
+        """Start, or go on with the same run. Anything else in the directory is somebody else's."""
+        fingerprint = digest(run)
+        known = self.folder / "run.json"
+        if known.exists():
+            if not resume:
+                raise FlowError(f"{self.out} holds an unfinished run: pass --resume to go on, or remove it")
+            before = read_json(known)
+            if before.get("fingerprint") != fingerprint:
+                changed = [key for key in run if before.get("run", {}).get(key) != run[key]]
+                raise FlowError(
+                    f"{self.out}: the unfinished run differs from this one in {', '.join(changed) or 'its inputs'}; "
+                    "repeat its command, or remove the directory"
+                )
+        else:
+            leftovers = {path.name for path in self.out.iterdir()} - {FOLDER} if self.out.exists() else set()
+            if leftovers:
+                raise FlowError(f"{self.out} is not empty: choose another output directory, or remove it")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.write_json(known, {"fingerprint": fingerprint, "run": run})
+        for stale in self.folder.glob("*.tmp"):
+            stale.unlink()
+
+    def temporary(self, name: str) -> Path:
+        return self.folder / f"{name}.tmp"
+
+    def publish(self, temporary: Path, final: Path) -> None:
+        """Rename a file whose bytes are on the disk, and make the rename last."""
+        final.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(temporary, final)
+        sync_directory(final.parent)
+
+    def write_bytes(self, final: Path, data: bytes) -> None:
+        temporary = self.temporary(final.name)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        self.publish(temporary, final)
+
+    def write_json(self, final: Path, content: Any) -> None:
+        self.write_bytes(final, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+    def statistics(self, shard: str) -> Path:
+        return self.folder / f"{shard}.json"
+
+    def finished(self, shard: str) -> bool:
+        return (self.out / shard).exists() and self.statistics(shard).exists()
+
+    def end(self) -> None:
+        """Everything is in place. The fingerprint goes last: until then the run can be resumed."""
+        for path in sorted(self.folder.iterdir()):
+            if path.name != "run.json":
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        (self.folder / "run.json").unlink()
+        self.folder.rmdir()
+        sync_directory(self.out)
+
+
+def digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,220 @@
+"""From calibration data to a Preparation: load the float model, trace it, measure it, smooth it, prove it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .calibrate import Observer, batches, read_sequences, run_batches
+from .checkpoint import Checkpoint
+from .distributed import Team
+from .errors import FlowError
+from .folds import Folds, find_folds
+from .preparation import Preparation, input_scale
+from .scheme import Scheme
+from .smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
+from .structure import Structure, model_class, quiet
+from .trace import trace
+
+if TYPE_CHECKING:
+    from .convert import Options, Progress
+
+#: Small, and unlike any size of a model, so that no two axes are taken for one another.
+TRACE_SHAPE = (2, 11)
+
+
+def float_model(directory: Path, device: torch.device) -> nn.Module:
+    """The checkpoint as transformers loads it, from safetensors only."""
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError:
+        raise FlowError("calibration runs the model: pip install 'baracuda[flow]' for transformers") from None
+    with quiet():
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        cls = model_class(config) or transformers.AutoModel
+        model: nn.Module = cls.from_pretrained(directory, dtype="auto", use_safetensors=True, local_files_only=True)
+    return model.to(device).eval()
+
+
+def arguments(model: nn.Module) -> dict[str, Any]:
+    """A cache would only hold on to memory."""
+    return (
+        {"use_cache": False} if hasattr(model, "generate") and getattr(model, "can_generate", lambda: False)() else {}
+    )
+
+
+def generates(model: nn.Module) -> bool:
+    return bool(getattr(model, "can_generate", lambda: False)())
+
+
+def prepare(
+    source: Checkpoint,
+    structure: Structure,
+    scheme: Scheme,
+    options: Options,
+    data: Path,
+    team: Team,
+    device: torch.device,
+    progress: Progress,
+) -> Preparation:
+    model = float_model(source.directory, device)
+    sequences = read_sequences(
+        data, source.directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
+    )
+    _require_vocabulary(model, sequences)
+    names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
+    folds = analyse(model, set(names), device)
+    keep_rows = scheme.smooth and options.alpha == "auto"
+    maxima, rows = measure(model, folds, batches(sequences), team, device, progress, keep_rows=keep_rows)
+    smoothing = Smoothing()
+    prepared = Preparation(notes={"samples": len(sequences), "alpha": options.alpha if scheme.smooth else None})
+    if scheme.smooth:
+        axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
+        smoothing = choose(model, folds, maxima, rows, options.alpha, scheme.activations == "static")
+        prepared.notes["gate"] = passes_gate(model, smoothing, folds, axes, batches(sequences)[0][:2].to(device))
+        prepared.notes["folded"] = [
+            {"from": f.producer.parameter, "into": [a.parameter for a in f.absorbers], "fixed": len(f.fixed)}
+            for f in folds.folds
+        ]
+        prepared.notes["not_folded"] = dict(sorted(folds.reasons.items()))
+    _store(prepared, smoothing, structure, names, source)
+    prepared.notes["outliers"] = {
+        module: _outliers(maxima[name], smoothing.divisors.get(name), smoothing.alphas.get(name))
+        for name, module in names.items()
+        if name in maxima
+    }
+    if scheme.activations == "static":
+        _input_scales(prepared, folds, maxima, smoothing, names)
+    return prepared
+
+
+def _require_vocabulary(model: nn.Module, sequences: list[Tensor]) -> None:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    largest = max(int(sequence.max()) for sequence in sequences)
+    if vocabulary is not None and largest >= vocabulary:
+        raise FlowError(f"calibration: token {largest} is not in the model's vocabulary of {vocabulary}")
+
+
+def analyse(model: nn.Module, wanted: set[str], device: torch.device) -> Folds:
+    """Trace a few tokens through the model and find what can be folded."""
+    vocabulary = int(getattr(getattr(model, "config", None), "vocab_size", 0) or 2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, TRACE_SHAPE, generator=generator).to(device)
+    try:
+        record, outputs = trace(model, {"input_ids": tokens, **arguments(model)})
+    except (TypeError, ValueError) as error:
+        raise FlowError(
+            f"{type(model).__name__} does not run on tokens alone, so it cannot be calibrated: {error}"
+        ) from None
+    return find_folds(record, outputs, wanted)
+
+
+def measure(
+    model: nn.Module,
+    folds: Folds,
+    data: list[Tensor],
+    team: Team,
+    device: torch.device,
+    progress: Progress,
+    *,
+    keep_rows: bool,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    observer = Observer(model, list(folds.inputs.values()), keep_rows=keep_rows)
+
+    def step(index: int) -> None:
+        observer.batch = index
+        progress("calibrate", team.size, len(data), f"batch {index + 1}")
+
+    try:
+        run_batches(model, data, team, device, step, arguments(model))
+    finally:
+        observer.remove()
+    return observer.reduce(team)
+
+
+def choose(
+    model: nn.Module,
+    folds: Folds,
+    maxima: dict[str, Tensor],
+    rows: dict[str, Tensor],
+    alpha: float | str,
+    static: bool,
+) -> Smoothing:
+    """Divisors for every fold, from statistics alone: the same on every rank."""
+    smoothing, parameters = Smoothing(), {name: p.detach() for name, p in model.named_parameters()}
+    for fold in folds.folds:
+        if alpha == "auto":
+            used, divisor = search_alpha(fold, maxima, parameters, rows, static)
+        else:
+            used = float(alpha)
+            divisor = strength(*channel_maxima(fold, maxima, parameters), used)
+        smoothing.add(fold, divisor, parameters, used)
+    return smoothing
+
+
+def passes_gate(model: nn.Module, smoothing: Smoothing, folds: Folds, axes: dict[str, int], tokens: Tensor) -> Any:
+    """Smooth the model in memory and compare. In f32, where rounding is small, unless that does not fit."""
+    if _fits_in_f32(model):
+        model.float()
+    gate = Gate(model, {"input_ids": tokens, **arguments(model)}, folds.folds)
+    smoothing.apply(model, axes)
+    return gate.check()
+
+
+def _fits_in_f32(model: nn.Module) -> bool:
+    needed = sum(p.numel() * 4 for p in model.parameters())
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return needed < free * 0.8
+    import os  # noqa: PLC0415
+
+    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
+
+
+def _store(
+    prepared: Preparation, smoothing: Smoothing, structure: Structure, names: dict[str, str], source: Checkpoint
+) -> None:
+    """From the model's names to the checkpoint's."""
+    stored = {name: f"{module}.weight" for name, module in names.items()}
+    stored |= {name.removesuffix(".weight") + ".bias": f"{module}.bias" for name, module in names.items()}
+    prefixes = {name.removesuffix(module) for name, module in structure.modules.items() if name.endswith(module)}
+    prefixes |= {"", *(f"{m[: -len(s)]}" for s, m in structure.modules.items() if m.endswith(s) and m != s)}
+    for kind in ("columns", "rows", "replaced"):
+        for name, value in getattr(smoothing, kind).items():
+            known = stored.get(name) or next(
+                (c for p in sorted(prefixes) for c in (name, name.removeprefix(p), p + name) if c in source.where), None
+            )
+            if known is None or known not in source.where:
+                raise FlowError(f"smoothing changes {name}, which the checkpoint does not store under that name")
+            getattr(prepared, kind)[known] = value
+
+
+def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:
+    """How far the largest channel stands out from the typical one, before and after."""
+    before = _standing_out(maximum)
+    after = before if divisor is None else _standing_out(maximum / divisor)
+    return {"outlier_before": before, "outlier_after": after, "smoothed": divisor is not None, "alpha": alpha}
+
+
+def _standing_out(maximum: Tensor) -> float:
+    median = float(maximum.median())
+    return float(maximum.max()) / median if median > 0 else 0.0
+
+
+def _input_scales(
+    prepared: Preparation, folds: Folds, maxima: dict[str, Tensor], smoothing: Smoothing, names: dict[str, str]
+) -> None:
+    """One scale for all linears that read the same value: servers fuse those, and keep only one."""
+    for group in folds.inputs.values():
+        largest = max(
+            float((maxima[w] / smoothing.divisors[w] if w in smoothing.divisors else maxima[w]).max()) for w in group
+        )
+        for weight in group:
+            prepared.input_scales[names[weight]] = input_scale(largest)
+    missing = sorted(set(names.values()) - set(prepared.input_scales))
+    if missing:
+        raise FlowError(f"static activations: calibration never reached {missing[0]} and {len(missing) - 1} others")

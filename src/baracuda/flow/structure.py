@@ -1,0 +1,222 @@
+"""Which tensors of a checkpoint are weights of Linears: asked of the model's own code, or told by names and shapes."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .checkpoint import Checkpoint
+from .errors import CheckpointError, FlowError
+from .scheme import FLOATS, Scheme
+
+#: Used when transformers does not know the model. The report says so.
+RULES = (
+    "two-dimensional floating-point tensors called *.weight with at least 16 rows and columns, except those whose name "
+    "contains embed, wte, wpe, lm_head, head, norm, router or gate at its end"
+)
+_NOT_LINEAR = re.compile(
+    r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
+)
+DEFAULT_IGNORE = ("lm_head",)
+#: Layers that servers run as one: they share a scheme and an input scale.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+#: More layers or experts than any model has: building them would take for ever.
+MAX_REPEATS = 10_000
+
+
+@dataclass
+class Structure:
+    """`linears` maps the weight tensors to quantize to their module names; `left` says why others are not."""
+
+    source: str
+    linears: dict[str, str] = field(default_factory=dict)
+    #: Module name -> reason, for every Linear (or what looks like one) that stays in floating point.
+    left: dict[str, str] = field(default_factory=dict)
+    #: Checkpoint module name -> module name in the transformers model.
+    modules: dict[str, str] = field(default_factory=dict)
+
+    def notes(self) -> list[str]:
+        """What a reader of the checkpoint should know."""
+        if not any("expert weights" in reason for reason in self.left.values()):
+            return []
+        return [
+            "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
+            "compressed-tensors expects packed experts and does not."
+        ]
+
+    def ignore(self) -> list[str]:
+        """Names for the config: readers must not expect these to be quantized. Numbered families become patterns."""
+        taken = {_family(module) for module in self.linears.values()}
+        taken |= {_family(self.modules.get(module, module)) for module in self.linears.values()}
+        names: set[str] = set()
+        for module in self.left:
+            for name in {module, self.modules.get(module, module)}:
+                family = _family(name)
+                plain = family == re.escape(name) or family in taken
+                names.add(name if plain else f"re:^{family}$")
+        return sorted(names)
+
+
+def _family(module: str) -> str:
+    return re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(module))
+
+
+def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = DEFAULT_IGNORE) -> Structure:
+    if "quantization_config" in source.config:
+        raise FlowError(f"{source.directory}: already quantized; start from the floating-point checkpoint")
+    try:
+        model, why = skeleton(source.config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a config can be wrong in any way; transformers then raises anything
+        raise FlowError(
+            f"transformers cannot build the model of config.json: {type(error).__name__}: {error}"
+        ) from None
+    structure = _from_model(model, source) if model is not None else _from_rules(source, why)
+    for tensor, module in list(structure.linears.items()):
+        name = structure.modules.get(module, module)
+        reason = scheme.declines(source.entry(tensor))
+        if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
+            reason = "ignored on request" if module not in DEFAULT_IGNORE else "the output head"
+        if reason is not None:
+            del structure.linears[tensor]
+            structure.left[module] = reason
+    _require_whole_families(structure)
+    if not structure.linears:
+        reasons = "; ".join(f"{module}: {why}" for module, why in list(structure.left.items())[:8])
+        raise FlowError(f"{source.directory}: nothing to quantize. {reasons or 'No Linear weights were found.'}")
+    return structure
+
+
+def _require_whole_families(structure: Structure) -> None:
+    """Servers refuse a fused layer of which a part is quantized, so an --ignore must not split one."""
+    quantized = set(structure.linears.values())
+    for module, reason in structure.left.items():
+        parent, _, leaf = module.rpartition(".")
+        family = next((names for names in FUSED if leaf in names), ())
+        split = [name for name in family if f"{parent}.{name}" in quantized]
+        if split and reason == "ignored on request":
+            raise FlowError(
+                f"--ignore leaves {module} but not {', '.join(split)}: servers run {', '.join(family)} as one layer; "
+                "ignore all of them or none"
+            )
+
+
+def matches(pattern: str, name: str) -> bool:
+    """compressed-tensors' patterns ("re:..." or a name), and shell patterns for the command line."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return pattern == name or fnmatch.fnmatchcase(name, pattern)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """transformers without its own bars and notices: this program draws its own."""
+    from transformers.utils import logging  # noqa: PLC0415
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def model_class(config: Any) -> Any:
+    """The transformers class a config names, or None."""
+    import transformers  # noqa: PLC0415
+
+    architectures = getattr(config, "architectures", None) or []
+    return getattr(transformers, architectures[0], None) if architectures else None
+
+
+def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
+    """The model on the meta device: its structure without its weights; None with the reason where there is none."""
+    try:
+        import transformers  # noqa: PLC0415
+    except ImportError:
+        return None, "transformers is not installed"
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        return None, f"transformers {transformers.__version__} does not know model_type {kind!r}"
+    _require_sane(config)
+    with quiet():
+        parsed = transformers.CONFIG_MAPPING[kind].from_dict(
+            {k: v for k, v in config.items() if k != "quantization_config"}
+        )
+    cls = model_class(parsed)
+    if cls is None:
+        return None, f"transformers {transformers.__version__} has no {config.get('architectures')}"
+    with torch.device("meta"), quiet():
+        model: torch.nn.Module = cls._from_config(parsed)
+    return model, ""
+
+
+def _require_sane(config: Any) -> None:
+    """A config can ask for a billion layers, and transformers would start to make them."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            _require_sane(value)
+        elif type(value) is int and value > MAX_REPEATS and any(word in key for word in ("layer", "expert", "depth")):
+            raise CheckpointError("bad-config", f"config.json: {key} is {value}, more than any model has")
+
+
+def _from_model(model: torch.nn.Module, source: Checkpoint) -> Structure:
+    structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
+    prefix = getattr(model, "base_model_prefix", "") + "."
+    spoken_for: set[str] = set()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    for name, module in model.named_modules():
+        if type(module).__name__ == "Conv1D" and f"{name}.weight" in source.where:
+            structure.left[name] = "a Conv1D, whose transposed weight the format has no place for"
+            spoken_for.add(f"{name}.weight")
+        elif isinstance(module, torch.nn.Embedding):
+            spoken_for |= {f"{name}.weight", f"{prefix}{name}.weight", f"{name.removeprefix(prefix)}.weight"}
+        if not isinstance(module, torch.nn.Linear):
+            continue
+        stored = next(
+            (c for c in (name, name.removeprefix(prefix), prefix + name) if f"{c}.weight" in source.where), None
+        )
+        if stored is None or f"{name}.weight" in tied:
+            structure.left[name] = "shares its weight with another module" if f"{name}.weight" in tied else "not stored"
+            continue
+        structure.linears[f"{stored}.weight"] = stored
+        structure.modules[stored] = name
+        spoken_for.add(f"{stored}.weight")
+    _name_the_rest(structure, source, spoken_for)
+    return structure
+
+
+def _name_the_rest(structure: Structure, source: Checkpoint, spoken_for: set[str]) -> None:
+    """Matrices that are no nn.Linear here may be one in a server: they are left, named, and told to it."""
+    for tensor in source.where:
+        entry = source.entry(tensor)
+        if tensor in spoken_for or entry.dtype not in FLOATS or len(entry.shape) < 2:
+            continue
+        module = tensor.removesuffix(".weight")
+        if module not in structure.left:
+            what = "expert weights" if "expert" in module else "not an nn.Linear of the model"
+            structure.left[module] = f"{what}, shape {list(entry.shape)}"
+
+
+def _from_rules(source: Checkpoint, why: str) -> Structure:
+    structure = Structure(f"names and shapes, since {why}: {RULES}")
+    for tensor in source.where:
+        entry = source.entry(tensor)
+        if entry.dtype not in FLOATS or len(entry.shape) != 2 or not tensor.endswith(".weight"):
+            continue
+        module = tensor.removesuffix(".weight")
+        if _NOT_LINEAR.search(tensor) or min(entry.shape) < 16:
+            structure.left[module] = "not a Linear by its name or shape"
+        else:
+            structure.linears[tensor] = module
+    return structure

@@ -1,0 +1,219 @@
+"""Whole models: replace their linears in place, and say what was replaced, what was not, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import BaracudaError, InvalidProblem, Unsupported
+from .nn import QATLinear, QuantizedLinear, SmoothQuantLinear
+from .nn.linear import require_linear
+from .types import DynamicRangeMode, ElementKind
+
+#: A module's type, a glob over its qualified name ("*.mlp.*"), "re:" and a regular expression, or a class name.
+Pattern = str | type[nn.Module]
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How a linear is quantized; weights are symmetric and per output channel throughout."""
+
+    weight: ElementKind = ElementKind.S8
+    activation: ElementKind = ElementKind.S8
+    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    #: One calibrated scale for all activations, instead of one for each token from its own range.
+    static: bool = False
+    #: A narrower range for the activations.
+    q_min: int | None = None
+    q_max: int | None = None
+
+    @property
+    def _activations(self) -> dict[str, Any]:
+        return {"activation": self.activation, "mode": self.mode, "q_min": self.q_min, "q_max": self.q_max}
+
+
+SCHEMES: dict[str, LinearScheme] = {
+    "w8a8": LinearScheme(),
+    "w8a8-asymmetric": LinearScheme(mode=DynamicRangeMode.ASYMMETRIC),
+    "w8a8-smoothquant": LinearScheme(static=True),
+    "w4a8": LinearScheme(weight=ElementKind.S4),
+    "w4a4": LinearScheme(weight=ElementKind.S4, q_min=-7, q_max=7),
+}
+
+
+@dataclass
+class Report:
+    """What happened to a model's modules, by qualified name."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    #: Patterns no module answered to: most often a typing error.
+    unmatched: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        width = max(map(len, (*self.replaced, *self.skipped)), default=0)
+        lines = [f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"]
+        lines += [f"  {name:{width}}  {what}" for name, what in self.replaced.items()]
+        lines += [f"- {name:{width}}  {why}" for name, why in self.skipped.items()]
+        return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
+
+
+def quantize_model(
+    model: nn.Module,
+    scheme: str | LinearScheme = "w8a8",
+    *,
+    targets: Iterable[Pattern] = (nn.Linear,),
+    ignore: Iterable[Pattern] = (),
+    input_scales: Mapping[str, Tensor | float] | None = None,
+) -> Report:
+    """Replace float linears by integer ones, in place.
+
+    A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name.
+    """
+    chosen, scales = _scheme(scheme), input_scales or {}
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        linear = _require_replaceable(module)
+        _require_finite(linear.weight)
+        if not chosen.static:
+            return QuantizedLinear.from_float(linear, weight_element=chosen.weight, **chosen._activations)
+        if name not in scales:
+            raise InvalidProblem("no calibrated scale: give one in input_scales")
+        return SmoothQuantLinear.from_float(linear, scales[name], weight_element=chosen.weight, **chosen._activations)
+
+    return _replace(model, targets, ignore, replace)
+
+
+def prepare_qat(
+    model: nn.Module,
+    scheme: str | LinearScheme = "w8a8",
+    *,
+    targets: Iterable[Pattern] = (nn.Linear,),
+    ignore: Iterable[Pattern] = (),
+    **options: Any,
+) -> Report:
+    """Replace float linears by QATLinears over the same parameters, in place; further options are QATLinear's."""
+    chosen = _scheme(scheme)
+    options = {
+        "weight_element": chosen.weight,
+        "activation_strategy": "static" if chosen.static else "dynamic",
+        **chosen._activations,
+        **options,
+    }
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        return QATLinear.from_float(_require_replaceable(module), **options)
+
+    return _replace(model, targets, ignore, replace)
+
+
+def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), ignore: Iterable[Pattern] = ()) -> Report:
+    """Replace the QATLinears of a trained model by the integer linears they trained for, in place."""
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        if not isinstance(module, QATLinear):
+            raise Unsupported(f"is a {type(module).__name__}, not a QATLinear: call prepare_qat first")
+        observer = module.activation_fake_quantize.observer
+        if observer is not None and bool((observer.low > observer.high).any()):
+            raise InvalidProblem(
+                "its activation observer has seen nothing: run data through the model in train() first"
+            )
+        _require_finite(module.weight)
+        return module.convert()
+
+    return _replace(model, targets, ignore, replace)
+
+
+# -- choosing and replacing --------------------------------------------------------------------------------------
+
+
+def _replace(
+    model: nn.Module,
+    targets: Iterable[Pattern],
+    ignore: Iterable[Pattern],
+    replace: Callable[[str, nn.Module], nn.Module],
+) -> Report:
+    wanted, unwanted = _Patterns(targets), _Patterns(ignore)
+    report, made = Report(), {}
+    for name, parent, child, module in list(_places(model)):
+        if not wanted.match(name, module):
+            continue
+        if pattern := unwanted.match(name, module):
+            report.skipped[name] = f"ignored by {pattern!r}"
+            continue
+        try:
+            if parent is None:
+                raise Unsupported("is the model itself, which cannot be replaced in place: use from_float")
+            if module not in made:
+                made[module] = replace(name, module)
+        except BaracudaError as error:
+            report.skipped[name] = str(error).split("\n", maxsplit=1)[0]
+        else:
+            setattr(parent, child, made[module])
+            report.replaced[name] = f"{type(module).__name__} -> {made[module]}".replace("\n", " ")[:160]
+            if isinstance(made[module], QATLinear):
+                report.replaced[name] = f"{type(module).__name__} -> QATLinear"
+    report.unmatched = [*wanted.unmatched(), *unwanted.unmatched()]
+    return report
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
+    """Every place a module is held at: name, parent, attribute, module. A shared module has several."""
+    parents = dict(model.named_modules(remove_duplicate=False))
+    for name, module in parents.items():
+        head, _, child = name.rpartition(".")
+        yield (name or type(model).__name__), (parents[head] if name else None), child, module
+
+
+class _Patterns:
+    """Patterns, and which of them have matched something."""
+
+    def __init__(self, patterns: Iterable[Pattern] | Pattern) -> None:
+        listed: Iterable[Pattern] = (patterns,) if isinstance(patterns, str | type) else patterns
+        self.found: dict[Pattern, bool] = dict.fromkeys(listed, False)
+
+    def match(self, name: str, module: nn.Module) -> str | None:
+        for pattern in self.found:
+            if _matches(pattern, name, module):
+                self.found[pattern] = True
+                return pattern if isinstance(pattern, str) else pattern.__name__
+        return None
+
+    def unmatched(self) -> list[str]:
+        return [p if isinstance(p, str) else p.__name__ for p, found in self.found.items() if not found]
+
+
+def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    if pattern.startswith("re:"):
+        return re.fullmatch(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern) or type(module).__name__ == pattern
+
+
+def _scheme(scheme: str | LinearScheme) -> LinearScheme:
+    if isinstance(scheme, LinearScheme):
+        return scheme
+    if scheme not in SCHEMES:
+        raise InvalidProblem(f"scheme: expected a LinearScheme or one of {', '.join(SCHEMES)}, got {scheme!r}")
+    return SCHEMES[scheme]
+
+
+def _require_replaceable(module: nn.Module) -> nn.Linear:
+    require_linear(module)
+    if type(module) is not nn.Linear:
+        raise Unsupported(f"is a {type(module).__name__}, which may do more than an nn.Linear")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+        raise Unsupported("has hooks, which would be lost: remove them or add them afterwards")
+    return module
+
+
+def _require_finite(weight: Tensor) -> None:
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        raise InvalidProblem("weight has NaN or infinite values")

@@ -1,0 +1,176 @@
+"""FakeQuantize: rounds like the integer kernels, in float, so that a model can be trained for them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import straight_through
+from ..descriptors import Element
+from ..errors import InvalidProblem
+from ..functional import choose_qparams, dynamic_range, fake_quantize, member
+from ..scope import PerTensor, PerToken, Scope, Shape
+from ..types import Arithmetic, DynamicRangeMode, ElementKind
+from .observers import MinMax, Observer
+
+Strategy = Literal["static", "dynamic", "learned"]
+
+
+class FakeQuantize(nn.Module):
+    """fake_quantize(x) with a scale that comes from
+
+    - "static": an observer, which watches while the module trains and `observing` is set, and rests in `eval()`;
+    - "dynamic": x itself, anew in every call;
+    - "learned": training. `scale` is a parameter (LSQ), and so is `zero_point` when asymmetric. The first batch
+      initialises them; `grad_factor` defaults to LSQ's 1/sqrt(elements of a segment * q_max).
+
+    `scale_dtype` is the type dynamic scales are rounded to, where it is not that of `choose_qparams`.
+    Static and learned scales are f32 and have the fixed shape `scale_shape`, that of the scope's scales for the inputs to come.
+    """
+
+    scale: Tensor
+    zero_point: Tensor | None
+    #: Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it.
+    initialised: bool = False
+
+    def __init__(
+        self,
+        strategy: Strategy = "static",
+        scope: Scope = PerTensor(),
+        scale_shape: Shape = (),
+        *,
+        element: Element = ElementKind.S8,
+        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        q_min: int | None = None,
+        q_max: int | None = None,
+        include_zero: bool = True,
+        observer: type[Observer] = MinMax,
+        observer_options: dict[str, Any] | None = None,
+        arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+        grad_factor: float | None = None,
+        scale_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if strategy not in get_args(Strategy):
+            raise InvalidProblem(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {strategy!r}")
+        self.strategy, self.scope, self.scale_shape = strategy, scope, tuple(scale_shape)
+        self.element, self.mode = ElementKind.of(element), member(DynamicRangeMode, mode)
+        self.q_min, self.q_max = dynamic_range(self.element, self.mode, q_min, q_max)
+        self.arithmetic, self.include_zero = member(Arithmetic, arithmetic), include_zero
+        self.grad_factor, self.enabled, self.observing = grad_factor, True, True
+        self.scale_dtype = scale_dtype
+        self.observer: Observer | None = None
+        if strategy == "dynamic":
+            return
+        asymmetric = self.mode is DynamicRangeMode.ASYMMETRIC
+        ones, zeros = torch.ones(self.scale_shape), torch.zeros(self.scale_shape)
+        if strategy == "learned":
+            # NaN until a batch has set it: a module used too early shows.
+            self.scale = nn.Parameter(ones * float("nan"))
+            self.zero_point = nn.Parameter(zeros) if asymmetric else None
+        else:
+            self.observer = observer(scope, self.scale_shape, **(observer_options or {}))
+            self.register_buffer("scale", ones)
+            self.register_buffer("zero_point", zeros.to(torch.int32) if asymmetric else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale, zero_point = self.qparams(x)
+        if not self.enabled:
+            return x
+        if self._clips_nothing and x.requires_grad and torch.is_grad_enabled():
+            return straight_through(x, self._fake_quantize(x.detach(), scale, zero_point, 1.0))
+        return self._fake_quantize(x, scale, zero_point, self._grad_factor(x) if self.strategy == "learned" else 1.0)
+
+    @property
+    def _clips_nothing(self) -> bool:
+        """A symmetric range found in x itself holds all of x, so every finite element passes its gradient."""
+        symmetric = self.mode is DynamicRangeMode.SYMMETRIC and self.q_min <= -self.q_max
+        return symmetric and self.strategy == "dynamic"
+
+    def _fake_quantize(self, x: Tensor, scale: Tensor, zero_point: Tensor | None, grad_factor: float) -> Tensor:
+        return fake_quantize(
+            x,
+            scale,
+            zero_point,
+            scope=self.scope,
+            q_min=self.q_min,
+            q_max=self.q_max,
+            arithmetic=self.arithmetic,
+            grad_factor=grad_factor,
+        )
+
+    def qparams(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scale and zero point for x, after the observer has seen it."""
+        if self.strategy == "dynamic":
+            return self._choose(x.detach(), self.scope)
+        if self.observer is not None and self.observing and self.training:
+            self.observer(x)
+            self._set(*self.observer.range())
+        elif self.strategy == "learned" and self.training and not self.initialised:
+            self.initialise(x)
+        return self.scale, self.zero_point
+
+    def initialise(self, x: Tensor) -> None:
+        """Set learned parameters to the range of x."""
+        if tuple(self.scope.scale_shape(tuple(x.shape))) != self.scale_shape:
+            raise InvalidProblem(
+                f"FakeQuantize: expected inputs with scales of shape {list(self.scale_shape)}, "
+                f"got {list(x.shape)} with {list(self.scope.scale_shape(tuple(x.shape)))} under {self.scope}"
+            )
+        scale, zero_point = self._choose(x.detach(), self.scope)
+        with torch.no_grad():
+            self.scale.copy_(scale)
+            if self.zero_point is not None and zero_point is not None:
+                self.zero_point.copy_(zero_point)
+        self.initialised = True
+
+    def _set(self, low: Tensor, high: Tensor) -> None:
+        """The contract's own formula turns a range into a scale: it is that of a segment with these two values."""
+        ends = torch.stack([low, high], dim=-1)
+        scale, zero_point = self._choose(ends, PerToken())
+        self.scale.copy_(scale)
+        if self.zero_point is not None and zero_point is not None:
+            self.zero_point.copy_(zero_point)
+
+    def _choose(self, x: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
+        scale, zero_point = choose_qparams(
+            x,
+            scope=scope,
+            mode=self.mode,
+            dtype=self.element,
+            q_min=self.q_min,
+            q_max=self.q_max,
+            include_zero=self.include_zero and self.mode is DynamicRangeMode.ASYMMETRIC,
+            arithmetic=self.arithmetic,
+        )
+        return (scale if self.scale_dtype is None else scale.to(self.scale_dtype)), zero_point
+
+    def _grad_factor(self, x: Tensor) -> float:
+        if self.grad_factor is not None:
+            return self.grad_factor
+        per_segment = x.numel() / max(1, prod(self.scale_shape))
+        return float((max(1.0, per_segment) * max(1, self.q_max)) ** -0.5)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> FakeQuantize:
+        """Moves with the module but keeps its own types: scales and ranges are f32 whatever the model computes in."""
+        before = {name: value.detach() for name, value in self._state()}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in self._state():
+            if value.dtype != before[name].dtype:
+                value.data = before[name].to(value.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if self.strategy == "learned" and prefix + "scale" in state_dict:
+            self.initialised = not bool(self.scale.isnan().any())
+
+    def _state(self) -> list[tuple[str, Tensor]]:
+        return [*self.named_parameters(), *self.named_buffers()]
+
+    def extra_repr(self) -> str:
+        parts = [self.strategy, str(self.scope), f"{self.element.value}[{self.q_min}, {self.q_max}]", self.mode.value]
+        return ", ".join(parts if self.enabled else [*parts, "disabled"])

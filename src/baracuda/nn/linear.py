@@ -1,0 +1,300 @@
+"""Linears over integer weights. Their state is plain tensors under the names that checkpoints use."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..descriptors import Element
+from ..errors import InvalidProblem, Unsupported
+from ..functional import (
+    choose_qparams,
+    dequantize,
+    dynamic_range,
+    member,
+    quantize,
+    quantized_linear,
+    smoothquant_linear,
+)
+from ..problem import packed_shape
+from ..scope import PerChannel
+from ..types import FLOATS, DynamicRangeMode, ElementKind
+
+
+class IntegerLinear(nn.Module):
+    """What the quantized linears share: `weight`, `weight_scale` and `bias`, how they load, move and are made.
+
+    `weight` holds s8 `[N, K]`, or s4 packed `[N, ceil(K/2)]` bytes; `weight_scale` is f32 `[N, 1]`. Both are buffers:
+    nothing trains them. Scales follow the module to a device but never to another dtype, since an f16 scale can
+    underflow; `bias` is an ordinary parameter and does both.
+    """
+
+    #: The buffers `.to(dtype)`, `.half()` and their like leave in their own type.
+    _scales: ClassVar[tuple[str, ...]] = ("weight_scale",)
+    weight: Tensor
+    weight_scale: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_element: Element = ElementKind.S8,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.weight_element = ElementKind.of(weight_element)
+        if self.weight_element not in (ElementKind.S8, ElementKind.S4):
+            raise Unsupported(f"weight_element: expected s8 or s4, got {self.weight_element.value}")
+        stored = packed_shape((out_features, in_features), self.weight_element)
+        self.register_buffer("weight", torch.zeros(stored, dtype=self.weight_element.dtype, device=device))
+        self.register_buffer("weight_scale", torch.ones(out_features, 1, dtype=torch.float32, device=device))
+        zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
+
+    def _take(self, linear: nn.Linear, weight_scale: Tensor | None = None) -> Self:
+        """Fill from a float linear, its weight quantized per output channel over a symmetric range."""
+        weight = linear.weight.detach()
+        low, high = dynamic_range(self.weight_element, DynamicRangeMode.SYMMETRIC)
+        if weight_scale is None:
+            scope, kind = PerChannel(0), self.weight_element
+            weight_scale, _ = choose_qparams(weight, scope=scope, dtype=kind, q_min=low, q_max=high)
+        scale = weight_scale.detach().reshape(-1).to(torch.float32)
+        q = quantize(weight, scale, scope=PerChannel(0), dtype=self.weight_element, q_min=low, q_max=high)
+        self.weight, self.weight_scale = q, scale.view(-1, 1)
+        if linear.bias is not None:
+            self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
+        return self.train(linear.training)
+
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The float weight these integers stand for."""
+        kind = self.weight_element
+        size = self.in_features if kind.is_packed else None
+        return dequantize(self.weight, self.weight_scale, scope=PerChannel(0), element=kind, dtype=dtype, size=size)
+
+    def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
+        """The kernels take f32 or the type of the result."""
+        bias = self.bias
+        return bias if bias is None or bias.dtype in (torch.float32, dtype) else bias.to(dtype)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        before = {name: self._buffers.get(name) for name in self._scales}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, kept in before.items():
+            moved = self._buffers.get(name)
+            if kept is not None and moved is not None and moved.dtype != kept.dtype:
+                self._buffers[name] = kept.to(moved.device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Copying would truncate floats to integers without a word, so types are checked first."""
+        for name, buffer in self._buffers.items():
+            value = state_dict.get(prefix + name)
+            if buffer is None or value is None:
+                continue
+            fitted = fit_state(value, buffer, scale=name in self._scales)
+            if fitted is None:
+                error_msgs.append(
+                    f"{prefix + name}: expected {buffer.dtype} of shape {list(buffer.shape)} for {self}, "
+                    f"got {value.dtype} of shape {list(value.shape)}"
+                )
+                state_dict[prefix + name] = buffer
+            else:
+                state_dict[prefix + name] = fitted
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _describe(self) -> list[str]:
+        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
+        return [*parts, f"bias={self.bias is not None}", f"weight={self.weight_element.value}"]
+
+    def extra_repr(self) -> str:
+        return ", ".join(self._describe())
+
+
+class QuantizedLinear(IntegerLinear):
+    """y = x @ W.T + bias with integer weights, the activations quantized per token on the way in.
+
+    Takes f16, bf16, f32 or f64 activations and gives back the same type. Under autocast it computes in autocast's type,
+    as `nn.Linear` does. Gradients reach x and bias; they pass straight through the rounding of the activations.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_element: Element = ElementKind.S8,
+        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        activation: Element = ElementKind.S8,
+        q_min: int | None = None,
+        q_max: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, weight_element=weight_element, device=device, dtype=dtype)
+        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
+        self.q_min, self.q_max = dynamic_range(self.activation, self.mode, q_min, q_max)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, *, weight_scale: Tensor | None = None, **options: Any) -> Self:
+        """Quantize a float linear; the options are those of the constructor.
+
+        `weight_scale`, one per output channel, stands in for the scales of the weight's own range.
+        """
+        require_linear(linear)
+        weight = linear.weight
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device=weight.device, **options)
+        return made._take(linear, weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = under_autocast(x)
+        return quantized_linear(
+            x,
+            self.weight,
+            self.weight_scale,
+            self._bias_as(x.dtype),
+            mode=self.mode,
+            dtype=self.activation,
+            weight_element=self.weight_element,
+            q_min=self.q_min,
+            q_max=self.q_max,
+        )
+
+    def _describe(self) -> list[str]:
+        activation = f"activation={self.activation.value}[{self.q_min}, {self.q_max}]"
+        return [*super()._describe(), activation, f"mode={self.mode.value}"]
+
+
+class SmoothQuantLinear(IntegerLinear):
+    """y = quantize(x, input_scale) @ W.T + bias: one static scale for every activation, known from calibration.
+
+    `input_scale` is f32 `[1]`; `input_zero_point`, there when asymmetric, is int8 (uint8 for u8 activations) `[1]`.
+    Activations that are integers already are taken as they are; the result is then of type `dtype`.
+    """
+
+    _scales: ClassVar[tuple[str, ...]] = ("weight_scale", "input_scale")
+    input_scale: Tensor
+    input_zero_point: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_element: Element = ElementKind.S8,
+        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        activation: Element = ElementKind.S8,
+        q_min: int | None = None,
+        q_max: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, weight_element=weight_element, device=device, dtype=dtype)
+        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
+        self.q_min = self.activation.q_min if q_min is None else q_min
+        self.q_max = self.activation.q_max if q_max is None else q_max
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        self.register_buffer("input_scale", torch.ones(1, dtype=torch.float32, device=device))
+        zero = torch.zeros(1, dtype=self.activation.dtype, device=device)
+        self.register_buffer("input_zero_point", zero if self.mode is DynamicRangeMode.ASYMMETRIC else None)
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        input_scale: Tensor | float,
+        input_zero_point: Tensor | int | None = None,
+        *,
+        weight_scale: Tensor | None = None,
+        **options: Any,
+    ) -> Self:
+        """Quantize a float linear whose inputs have the given scale; a zero point makes it asymmetric."""
+        require_linear(linear)
+        mode = DynamicRangeMode.SYMMETRIC if input_zero_point is None else DynamicRangeMode.ASYMMETRIC
+        weight, bias = linear.weight, linear.bias is not None
+        options = {"mode": mode, "dtype": weight.dtype, **options}
+        made = cls(linear.in_features, linear.out_features, bias, device=weight.device, **options)
+        made.input_scale = one_value(input_scale, "input_scale", made.input_scale)
+        if input_zero_point is not None and made.input_zero_point is not None:
+            made.input_zero_point = one_value(input_zero_point, "input_zero_point", made.input_zero_point)
+        return made._take(linear, weight_scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            x = under_autocast(x)
+            dtype, x_q = x.dtype, self.quantize_input(x)
+        else:
+            dtype, x_q = self.dtype, x
+        return smoothquant_linear(
+            x_q,
+            self.weight,
+            self.input_scale,
+            self.weight_scale,
+            self._bias_as(dtype),
+            act_zero_point=self.input_zero_point,
+            dtype=dtype,
+            weight_element=self.weight_element,
+        )
+
+    def quantize_input(self, x: Tensor) -> Tensor:
+        """The integers the matrix product sees."""
+        return quantize(
+            x, self.input_scale, self.input_zero_point, dtype=self.activation, q_min=self.q_min, q_max=self.q_max
+        )
+
+    def _describe(self) -> list[str]:
+        return [*super()._describe(), f"activation={self.activation.value}", f"mode={self.mode.value}"]
+
+
+def require_linear(module: nn.Module) -> None:
+    """Raise, with the reason a report prints, unless the module is a linear whose weight can be quantized."""
+    if not isinstance(module, nn.Linear):
+        raise Unsupported(f"expected an nn.Linear, got {type(module).__name__}")
+    weight = module.weight
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        raise InvalidProblem(f"expected a weight of shape [N, K], got {type(weight).__name__} of {weight.ndim} axes")
+    if weight.dtype not in {kind.dtype for kind in FLOATS}:
+        raise Unsupported(f"weight is {weight.dtype}: expected one of {', '.join(kind.value for kind in FLOATS)}")
+
+
+def under_autocast(x: Tensor) -> Tensor:
+    """What autocast makes of a linear's input."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def one_value(value: Tensor | float, name: str, like: Tensor) -> Tensor:
+    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+    if tensor.numel() != 1:
+        raise InvalidProblem(f"{name}: expected one value for all activations, got shape {list(tensor.shape)}")
+    return tensor.detach().reshape(1).to(dtype=like.dtype, device=like.device)
+
+
+def fit_state(value: Any, buffer: Tensor, *, scale: bool) -> Tensor | None:
+    """A stored tensor as the buffer holds it, or None where it does not match.
+
+    Scales may be stored in any float type, and as `[N]`, `[N, 1]` or one for all; everything else only as it is.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    if not scale:
+        return value if value.dtype == buffer.dtype and value.shape == buffer.shape else None
+    if not value.is_floating_point() or value.numel() not in (1, buffer.numel()):
+        return None
+    fitted = value.to(buffer.dtype)
+    return fitted.reshape(buffer.shape) if value.numel() == buffer.numel() else fitted.expand(buffer.shape).clone()

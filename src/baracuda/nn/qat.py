@@ -1,0 +1,111 @@
+"""QATLinear: a float linear that computes what its integer self will, and becomes it."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..descriptors import Element
+from ..functional import dynamic_range
+from ..scope import PerChannel, PerTensor, PerToken
+from ..types import DynamicRangeMode, ElementKind
+from .fake_quantize import FakeQuantize, Strategy
+from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
+from .observers import MovingAverage, Observer
+
+
+class QATLinear(nn.Linear):
+    """y = fake_quantize(x) @ fake_quantize(W).T + bias.
+
+    Weights are quantized per output channel, symmetrically; activations per token, from their own range
+    (`activation_strategy="dynamic"`, which becomes a QuantizedLinear), or with one scale for all of them, observed or
+    learned (which becomes a SmoothQuantLinear).
+    """
+
+    weight_fake_quantize: FakeQuantize
+    activation_fake_quantize: FakeQuantize
+
+    @classmethod
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        *,
+        weight_element: Element = ElementKind.S8,
+        weight_strategy: Strategy = "dynamic",
+        activation: Element = ElementKind.S8,
+        activation_strategy: Strategy = "dynamic",
+        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        q_min: int | None = None,
+        q_max: int | None = None,
+        observer: type[Observer] = MovingAverage,
+        observer_options: dict[str, Any] | None = None,
+    ) -> Self:
+        """Take over a float linear: the very same parameters, so that an optimizer that has them keeps them.
+
+        `q_min` and `q_max` narrow the range of the activations, to 4 bits for example.
+        """
+        require_linear(linear)
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        made.weight, made.bias = linear.weight, linear.bias
+        kind, channels = ElementKind.of(weight_element), (linear.out_features,)
+        low, high = dynamic_range(kind, DynamicRangeMode.SYMMETRIC)
+        made.weight_element = kind
+        made.weight_fake_quantize = FakeQuantize(
+            weight_strategy, PerChannel(0), channels, q_min=low, q_max=high, scale_dtype=torch.float32
+        )
+        if weight_strategy == "learned" and not linear.weight.is_meta:
+            made.weight_fake_quantize.to(linear.weight.device).initialise(linear.weight)
+        dynamic = activation_strategy == "dynamic"
+        made.activation_fake_quantize = FakeQuantize(
+            activation_strategy,
+            PerToken() if dynamic else PerTensor(),
+            element=activation,
+            mode=mode,
+            q_min=q_min,
+            q_max=q_max,
+            observer=observer,
+            observer_options=observer_options,
+        )
+        made.to(linear.weight.device)
+        return made.train(linear.training)
+
+    weight_element: ElementKind
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = under_autocast(x)
+        return functional.linear(self.activation_fake_quantize(x), self.weight_fake_quantize(self.weight), self.bias)
+
+    def convert(self) -> QuantizedLinear | SmoothQuantLinear:
+        """The integer linear whose outputs are these, within `conversion_bound`."""
+        act = self.activation_fake_quantize
+        with torch.no_grad():
+            weight_scale, _ = self.weight_fake_quantize.eval().qparams(self.weight)
+        options: dict[str, Any] = {"weight_element": self.weight_element, "activation": act.element}
+        options |= {"weight_scale": weight_scale, "q_min": act.q_min, "q_max": act.q_max}
+        if act.strategy == "dynamic":
+            return QuantizedLinear.from_float(self, mode=act.mode, **options)
+        zero_point = None if act.zero_point is None else act.zero_point.detach().round()
+        return SmoothQuantLinear.from_float(self, act.scale, zero_point, **options)
+
+    @torch.no_grad()
+    def conversion_bound(self, x: Tensor) -> Tensor:
+        """How far the converted linear's outputs may be from this forward's, element by element.
+
+        Both multiply the same integers. This forward rounds each product of a scale and an integer (u of its type),
+        each step of a K-term sum (u of f32, the type matrix libraries sum in) and the result; the converted one rounds
+        four times in f32 and once at the end. With A = |x^| @ |W^|.T + |bias| over the fake-quantized operands, to
+        first order in the units u: ((K + 8) * u_f32 + 6 * u) * A. Holds for matrix products that keep f32 in f32,
+        which excludes TF32.
+        """
+        x = under_autocast(x)
+        scaled, weight = self.activation_fake_quantize(x), self.weight_fake_quantize(self.weight)
+        magnitude = scaled.double().abs() @ weight.double().abs().T
+        if self.bias is not None:
+            magnitude += self.bias.double().abs()
+        math = torch.float64 if x.dtype is torch.float64 else torch.float32
+        unit, unit_sum = torch.finfo(x.dtype).eps / 2, torch.finfo(math).eps / 2
+        bound: Tensor = ((self.in_features + 8) * unit_sum + 6 * unit) * magnitude
+        return bound

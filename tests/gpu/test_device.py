@@ -1,0 +1,216 @@
+"""The Triton kernels on a CUDA device: the bits of the reference for every case, in graphs, on streams, at any size."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import Tensor
+
+from baracuda import (
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    PlanPreference,
+    QuantizeKind,
+)
+from baracuda.plan import SelectedPlan
+from baracuda.problem import OPS, Problem
+from cases import CASES, Case, assert_same_bits, is_linear, operands, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = "cuda:0"
+TRITON = PlanPreference(prefer_backend=BackendKind.TRITON)
+
+
+def _groups() -> dict[str, list[Case]]:
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for case in CASES:
+        if not is_linear(case):
+            p = case.problem
+            groups[f"{p.op.value}-{'x'.join(map(str, p.shape)) or 'scalar'}-{p.scope}"].append(case)
+    return groups
+
+
+GROUPS = _groups()
+SCOPES = [PerTensor(), PerChannel(0), PerChannel(1), PerChannel(2), PerToken(), PerGroup(8), PerGroup(3, axis=1)]
+
+
+def _plan_and_operands(case: Case) -> tuple[SelectedPlan, tuple[object, ...], Tensor]:
+    plan = SelectedPlan(case.problem, torch.device(DEVICE), TRITON)
+    values = tuple(v.contiguous() if isinstance(v, Tensor) else v for v in operands(case, DEVICE))
+    return plan, values, torch.empty(max(plan.workspace_size(), 1), dtype=torch.uint8, device=DEVICE)
+
+
+def _outputs(case: Case, values: tuple[object, ...]) -> dict[str, Tensor]:
+    rows = OPS[case.problem.op].operands
+    return {o.name: v.cpu() for o, v in zip(rows, values, strict=True) if o.output and isinstance(v, Tensor)}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_device_has_the_bits_of_the_reference_and_of_the_cpu(group: str) -> None:
+    for case in GROUPS[group]:
+        expected = run(case, BackendKind.REFERENCE)
+        assert_same_bits(run(case, BackendKind.TRITON, DEVICE), expected, case)
+
+
+def _plans() -> list[Case]:
+    """Every op, scope and mode once, so every schedule."""
+    cases = []
+    for op, row in OPS.items():
+        if op in (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR):
+            continue
+        for scope in SCOPES:
+            for mode in DynamicRangeMode if row.dynamic else [DynamicRangeMode.SYMMETRIC]:
+                low = -127 if mode is DynamicRangeMode.SYMMETRIC else -128
+                cases.append(Case(Problem(op, (4, 9, 40), ElementKind.BF16, ElementKind.S8, low, 127, scope, mode)))
+    return cases
+
+
+@pytest.mark.parametrize("case", _plans(), ids=str)
+def test_every_plan_is_captured_in_a_graph_and_replayed(case: Case) -> None:
+    plan, values, workspace = _plan_and_operands(case)
+    plan.launch(values, workspace)  # compiles
+    stream = torch.cuda.Stream(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        plan.launch(values, workspace)
+    for operand, value in zip(OPS[case.problem.op].operands, values, strict=True):
+        if operand.output and isinstance(value, Tensor):
+            value.fill_(77)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(_outputs(case, values), run(case, BackendKind.REFERENCE), case)
+
+
+def test_a_launch_goes_to_the_current_stream() -> None:
+    case = Case(Problem(QuantizeKind.QUANTIZE, (64, 4096), ElementKind.F32, ElementKind.S8, -128, 127, PerToken()))
+    plan, values, workspace = _plan_and_operands(case)
+    plan.launch(values, workspace)
+    x, target = values[0], values[3]
+    assert isinstance(x, Tensor) and isinstance(target, Tensor)
+    expected, source = target.clone(), x.clone()
+    stream = torch.cuda.Stream(DEVICE)
+    with torch.cuda.stream(stream):
+        x.fill_(1e30)
+        torch.cuda._sleep(50_000_000)
+        x.copy_(source)  # a launch on another stream would not wait for this
+        plan.launch(values, workspace)
+    stream.synchronize()
+    assert torch.equal(target, expected)
+
+
+def test_a_launch_allocates_nothing() -> None:
+    case = Case(Problem(QuantizeKind.DYNAMIC_QUANTIZE, (64, 512), ElementKind.F32, ElementKind.S8, -127, 127))
+    plan, values, workspace = _plan_and_operands(case)
+    plan.launch(values, workspace)
+    before = torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"]
+    plan.launch(values, workspace)
+    assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+def test_operands_at_odd_addresses_give_the_same_bits(shift: int) -> None:
+    case = Case(Problem(QuantizeKind.QUANTIZE, (16, 256), ElementKind.BF16, ElementKind.S8, -128, 127, PerToken()))
+    plan, values, workspace = _plan_and_operands(case)
+    x, scale, zero_point, out = values
+    assert isinstance(x, Tensor) and isinstance(out, Tensor)
+    moved_x = torch.empty(x.numel() + shift, dtype=x.dtype, device=DEVICE)[shift:].view(x.shape).copy_(x)
+    moved_out = torch.empty(out.numel() + shift, dtype=out.dtype, device=DEVICE)[shift:].view(out.shape)
+    plan.launch((moved_x, scale, zero_point, moved_out), workspace)
+    assert_same_bits({"output": moved_out.cpu()}, run(case, BackendKind.REFERENCE), case)
+
+
+@pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1)], ids=str)
+def test_more_than_two_to_the_31_elements_work(scope: PerTensor | PerToken | PerChannel) -> None:
+    shape = (2**31 // 4096 + 3, 4096)
+    if torch.cuda.mem_get_info()[0] < 24 * 2**30:
+        pytest.skip("needs 24 GiB of free device memory")
+    p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, shape, ElementKind.BF16, ElementKind.S8, -127, 127, scope)
+    plan = SelectedPlan(p, torch.device(DEVICE), TRITON)
+    x = torch.randn(shape[0], 1, dtype=torch.bfloat16, device=DEVICE) * torch.ones_like(
+        torch.empty(1, shape[1], dtype=torch.bfloat16, device=DEVICE)
+    )
+    x[:, 0] = 5.0
+    x[-1] = torch.linspace(-5, 5, shape[1], dtype=torch.bfloat16, device=DEVICE)
+    scale = torch.empty(p.segment_shape, device=DEVICE)
+    q = torch.full(shape, 77, dtype=torch.int8, device=DEVICE)
+    workspace = torch.empty(max(plan.workspace_size(), 1), dtype=torch.uint8, device=DEVICE)
+    plan.launch((x, scale, None, q), workspace)
+    step = scale.view(-1, 1) if isinstance(scope, PerToken) else scale
+    for rows in (slice(0, 64), slice(shape[0] // 2, shape[0] // 2 + 64), slice(shape[0] - 64, shape[0])):
+        part = step[rows] if isinstance(scope, PerToken) else step
+        expected = torch.round(x[rows].float() / part).clamp(-127, 127).to(torch.int8)
+        assert torch.equal(q[rows], expected)
+
+
+SCALES = [
+    1.0,
+    0.1,
+    3.0,
+    1 / 3,
+    0.0078125,
+    0.99999994,
+    1.0000001,
+    1.9999999,
+    5.877e-39,
+    1e-45,
+    3e-38,
+    1.7e38,
+    7e-31,
+    1e31,
+]
+ZERO_POINTS = [None, 0, 7, -128, 2**21 + 1, 2**22, 2**22 - 1023, 2**23 - 5, -(2**24 - 256), 2**24 - 257]
+
+
+def _every_float(chunk: int) -> Tensor:
+    size = 2**27
+    low = -(2**31) + chunk * size
+    return torch.arange(low, low + size, dtype=torch.int64, device=DEVICE).to(torch.int32).view(torch.float32)
+
+
+def _compare(p: Problem, x: Tensor, scale: object, zero_point: object) -> None:
+    device = torch.device(DEVICE)
+    got, expected = (torch.empty(p.shape, dtype=p.quantized.dtype, device=device) for _ in range(2))
+    SelectedPlan(p, device, TRITON).launch((x, scale, zero_point, got))
+    reference = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.REFERENCE))
+    reference.launch((x, scale, zero_point, expected))
+    different = got != expected
+    if different.any():
+        first = x[different][0]
+        raise AssertionError(f"{int(different.sum())} differ at scale {scale}, zero point {zero_point}, x = {first!r}")
+
+
+@pytest.mark.parametrize("chunk", range(32))
+def test_every_f32_is_divided_exactly(chunk: int) -> None:
+    x = _every_float(chunk)
+    p = Problem(QuantizeKind.QUANTIZE, tuple(x.shape), ElementKind.F32, ElementKind.S8, -128, 127)
+    generator = torch.Generator().manual_seed(chunk)
+    random = (torch.rand(6, generator=generator) + 0.5) * 2.0 ** torch.randint(-12, 4, (6,), generator=generator)
+    for i, scale in enumerate([*SCALES, *random.tolist()]):
+        _compare(p, x, scale, ZERO_POINTS[(i + chunk) % len(ZERO_POINTS)])
+
+
+@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16])
+def test_every_16_bit_float_is_quantized_exactly_at_many_scales(element: ElementKind) -> None:
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int32, device=DEVICE).to(torch.int16).view(element.dtype)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    bits32 = torch.randint(-(2**31), 2**31 - 1, (4096,), generator=generator, device=DEVICE, dtype=torch.int64)
+    scale = bits32.to(torch.int32).view(torch.float32).clone()
+    scale[:8] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-45, -1e-40, 3e38])
+    x = every.expand(4096, -1).contiguous()
+    zero_point = torch.randint(-(2**24), 2**24, (4096,), generator=generator, device=DEVICE, dtype=torch.int32)
+    p = Problem(QuantizeKind.QUANTIZE, tuple(x.shape), element, ElementKind.U8, 0, 255, PerToken())
+    for start in range(0, 4096, 1024):
+        rows = slice(start, start + 1024)
+        part = Problem(p.op, (1024, 2**16), element, p.quantized, 0, 255, PerToken())
+        _compare(part, x[rows], scale[rows].clone(), zero_point[rows].clone())
+        _compare(part, x[rows], scale[rows].clone(), None)

@@ -1,0 +1,159 @@
+"""Torch on a CUDA device: operators, compilation, learned gradients, modules, other people's arrays, and overheads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from learned import assert_alike, problems
+from learned import run as run_learned
+from test_ops import Mlp, arguments, everything, weights
+from torch import Tensor, nn
+
+import baracuda
+from baracuda import BackendKind, PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda.nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
+from baracuda.ops import OPERATORS
+from baracuda.problem import OPS
+from cases import LARGE_LAYOUTS, LAYOUTS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+DEVICE = torch.device("cuda", 0)
+SCOPES: list[Scope] = [PerTensor(), PerChannel(0), PerChannel(1), PerToken(), PerGroup(8), PerGroup(4, axis=0)]
+
+
+def there(value: Any) -> Any:
+    return value.to(DEVICE) if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("op", list(OPS), ids=lambda op: op.value)
+def test_torchs_own_checks_pass_for_every_operator(op: baracuda.QuantizeKind) -> None:
+    args = arguments(op, PerToken(), baracuda.ElementKind.S8, baracuda.DynamicRangeMode.SYMMETRIC, numbers=False)
+    torch.library.opcheck(OPERATORS[op].call, tuple(map(there, args)))
+
+
+def test_functions_have_the_bits_of_the_cpu_eager_and_compiled() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(everything, fullgraph=True, dynamic=True)
+    for rows in (5, 64):
+        x = torch.randn(rows, 3, 16)
+        on_cpu = everything(x, *weights())
+        given = [there(v) for v in (x, *weights())]
+        assert torch.equal(everything(*given).cpu(), on_cpu)
+        assert torch.equal(compiled(*given).cpu(), on_cpu)
+
+
+def test_an_exported_model_runs_on_the_device() -> None:
+    model, x = Mlp().eval().to(DEVICE), torch.randn(8, 16, device=DEVICE)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("rows", min=2, max=64)}})
+    assert torch.equal(program.module()(x[:5]), model(x[:5]))
+
+
+@pytest.mark.parametrize("layouts", [LAYOUTS, LARGE_LAYOUTS], ids=["small", "large"])
+def test_the_learned_backward_agrees_with_the_reference_and_with_itself(layouts: Any) -> None:
+    for p in problems(layouts):
+        first = run_learned(p, BackendKind.TRITON, DEVICE)
+        assert_alike(p, first, run_learned(p, BackendKind.REFERENCE))
+        again = run_learned(p, BackendKind.TRITON, DEVICE)
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(first, again, strict=True)), p
+
+
+@pytest.mark.parametrize("scope", SCOPES, ids=str)
+@pytest.mark.parametrize("strategy", ["static", "dynamic", "learned"])
+def test_fake_quantize_trains_with_the_gradients_of_the_cpu(strategy: Any, scope: Scope) -> None:
+    torch.manual_seed(0)
+    x, dy = torch.randn(16, 64) * 3, torch.randn(16, 64)
+    results = []
+    for device in ("cpu", DEVICE):
+        module = FakeQuantize(strategy, scope, scope.scale_shape((16, 64)), mode="asymmetric").to(device)
+        leaf = x.to(device).requires_grad_()
+        y = module(leaf)
+        y.backward(dy.to(device))
+        results.append([y.detach().cpu(), leaf.grad.cpu(), *(p.grad.cpu() for p in module.parameters())])
+    for exact, (a, b) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(a, b) if exact < 2 else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_integer_linears_have_the_bits_of_the_cpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    linear, x = nn.Linear(128, 96, dtype=dtype), torch.randn(33, 128, dtype=dtype)
+    for module in (
+        QuantizedLinear.from_float(linear),
+        QuantizedLinear.from_float(linear, mode="asymmetric"),
+        SmoothQuantLinear.from_float(linear, 0.03),
+    ):
+        expected = module(x)
+        assert torch.equal(module.to(DEVICE)(x.to(DEVICE)).cpu(), expected), module
+
+
+def test_a_converted_linear_agrees_with_its_training_self_under_autocast() -> None:
+    torch.manual_seed(2)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    module = QATLinear.from_float(nn.Linear(256, 64, device=DEVICE))
+    x = torch.randn(128, 256, device=DEVICE)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        module(x).square().mean().backward()
+        module.eval()
+        difference = (module(x).double() - module.convert()(x).double()).abs()
+        assert (difference <= module.conversion_bound(x)).all()
+
+
+# -- other people's arrays ---------------------------------------------------------------------------------------
+
+
+def test_numpy_arrays_come_in_without_a_copy() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 8)).astype(np.float32)
+    assert torch.equal(baracuda.quantize(x, 0.1), baracuda.quantize(torch.from_numpy(x), 0.1))
+
+
+def test_cupy_arrays_come_in_without_a_copy() -> None:
+    cupy = pytest.importorskip("cupy")
+    x = cupy.random.standard_normal((4, 8)).astype(cupy.float32)
+    tensor = baracuda.arrays.as_tensor(x, "x")
+    assert tensor.is_cuda and tensor.data_ptr() == x.data.ptr
+    q = baracuda.dynamic_quantize(x)
+    assert torch.equal(q.q, baracuda.dynamic_quantize(tensor).q)
+
+
+def test_jax_arrays_come_in_without_a_copy() -> None:
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("this jax has no GPU")
+    x = jax.random.normal(jax.random.key(0), (4, 8))
+    tensor = baracuda.arrays.as_tensor(x, "x")
+    assert tensor.is_cuda and tensor.data_ptr() == x.unsafe_buffer_pointer()
+    assert torch.equal(baracuda.quantize(x, 0.1), baracuda.quantize(tensor, 0.1))
+
+
+# -- overhead ----------------------------------------------------------------------------------------------------
+
+
+def microseconds(call: Callable[[], object], calls: int = 2000) -> float:
+    best = float("inf")
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return best
+
+
+def test_a_call_on_a_small_tensor_takes_at_most_15_microseconds() -> None:
+    x = torch.randn(8, 128, device=DEVICE)
+    calls = {
+        "quantize": lambda: baracuda.quantize(x, 0.1),
+        "fake_quantize": lambda: baracuda.fake_quantize(x, 0.1),
+        "dynamic_quantize": lambda: baracuda.dynamic_quantize(x),
+    }
+    spent = {name: microseconds(call) for name, call in calls.items()}
+    assert all(t <= 15 for t in spent.values()), spent

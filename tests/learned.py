@@ -1,0 +1,43 @@
+"""Problems and operands of the learned backward, and the comparison that suits its sums."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from baracuda import Arithmetic, BackendKind, ElementKind, PlanPreference, QuantizeKind, Scope
+from baracuda.plan import SelectedPlan
+from baracuda.problem import Problem
+from baracuda.types import FLOATS
+from cases import bits, floats
+
+
+def problems(layouts: list[tuple[tuple[int, ...], Scope]]) -> Iterator[Problem]:
+    op, pick = QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, random.Random(0).choice
+    for shape, scope in layouts:
+        for element in FLOATS:
+            kind = pick([ElementKind.S8, ElementKind.U8])
+            yield Problem(op, shape, element, kind, kind.q_min, kind.q_max, scope, arithmetic=pick(list(Arithmetic)))
+
+
+def run(p: Problem, backend: BackendKind, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
+    device, pick = torch.device(device), random.Random(zlib.crc32(str(p).encode())).choice
+    x = floats(pick(["ordinary", "edges", "ties", "bits"]), p.shape, p.element, 1) * pick([1, 30])
+    dy, shape = floats("ordinary", p.shape, p.element, 2), p.segment_shape
+    generator = torch.Generator().manual_seed(3)
+    scale: Tensor | float = torch.rand(shape, generator=generator).to(p.element.math.dtype) * 0.5 + 0.01
+    zero_point: Tensor | None = torch.randint(-130, 130, shape, generator=generator, dtype=torch.int32)
+    scale, zero_point = pick([scale, scale, 0.25]), pick([zero_point, zero_point, None])
+    plan = SelectedPlan(p, device, PlanPreference(prefer_backend=backend))
+    inputs = tuple(v.to(device) if isinstance(v, Tensor) else v for v in (x, dy, scale, zero_point))
+    return tuple(output.cpu() for output in plan.compute(inputs))
+
+
+def assert_alike(p: Problem, got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    assert torch.equal(bits(got[0]), bits(expected[0])), p
+    for ours, theirs in zip(got[1:], expected[1:], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-7, atol=1e-6, equal_nan=True, msg=str(p))

@@ -1,0 +1,240 @@
+// Random problems over random bits, in buffers that end where they must: every instruction set must give the same bytes
+// on any number of threads, and write nothing else. Usage: fuzz [rounds] [seed]
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "job.hpp"
+#include "pool.hpp"
+
+using namespace baracuda;
+
+namespace baracuda {
+#if defined(__x86_64__)
+extern const Kernels table_sse2, table_avx2, table_avx512;
+#else
+extern const Kernels table_native;
+#endif
+}  // namespace baracuda
+
+namespace {
+
+std::mt19937_64 engine;
+
+int64_t upto(int64_t n) { return int64_t(engine() % uint64_t(n + 1)); }
+
+std::vector<const Kernels*> tables() {
+#if defined(__x86_64__)
+    std::vector<const Kernels*> all{&table_sse2};
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&table_avx2);
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        all.push_back(&table_avx512);
+    return all;
+#else
+    return {&table_native};
+#endif
+}
+
+// Exactly as long as asked: the sanitizer sees the first byte beyond.
+struct Buffer {
+    std::unique_ptr<char[]> data;
+    int64_t size;
+
+    explicit Buffer(int64_t bytes) : data(new char[bytes]), size(bytes) {
+        for (int64_t i = 0; i < bytes; ++i) data[i] = char(engine());
+    }
+    void poison() { memset(data.get(), 0x77, size); }
+    std::vector<char> copy() const { return {data.get(), data.get() + size}; }
+};
+
+Rows rows(Buffer& buffer, int64_t length, int64_t pitch, bool dense) {
+    Rows r;
+    r.data = buffer.data.get();
+    r.length = length ? length : 1;
+    r.pitch = pitch;
+    r.dense = dense;
+    return r;
+}
+
+// A canonical view and the last axis that goes with it.
+void shape(Problem& p) {
+    static const int64_t sizes[] = {1, 2, 3, 5, 7, 8, 16, 31, 32, 33, 64, 127, 130, 513, 1023, 1024, 1025, 2049};
+    auto size = [&](int64_t limit) {
+        int64_t n = sizes[upto(17)];
+        return n > limit ? 1 + n % limit : n;
+    };
+    switch (upto(3)) {
+        case 0: {  // one segment
+            p.last = size(3000);
+            p.view = {1, 1, p.last * size(40), 1};
+            break;
+        }
+        case 1: {  // groups or tokens
+            int64_t run = size(2100), groups = size(6);
+            p.last = run * groups;
+            p.view = {1, groups * size(30), run, 1};
+            break;
+        }
+        case 2: {  // channels inside
+            p.last = size(70);
+            p.view = {size(5), 1 + size(9), 1 + p.last * size(20), 1};
+            p.view.run = p.last * size(20);
+            break;
+        }
+        default: {  // strided
+            p.last = size(2100);
+            p.view = {1, size(20), size(9), p.last * size(3)};
+            if (p.view.inner == 1) p.view.inner = 1;
+        }
+    }
+}
+
+struct Case {
+    Job job;
+    std::vector<Buffer> buffers;
+    std::vector<Buffer*> outputs;
+    bool dynamic = false;
+};
+
+int64_t stored(int kind, int64_t n) { return is_packed(kind) ? (n + 1) / 2 : n; }
+
+void build(Case& c) {
+    Problem& p = c.job.p;
+    p.op = int(upto(OP_COUNT - 1));
+    p.element = int(upto(3));
+    p.quantized = S8 + int(upto(3));
+    p.scale_element = p.element == F64 ? F64 : upto(1) ? F32 : p.element;
+    const int low[] = {-128, 0, -8, 0}, high[] = {127, 255, 7, 15};
+    p.q_min = low[p.quantized - S8], p.q_max = high[p.quantized - S8];
+    p.asymmetric = upto(1), p.include_zero = upto(1), p.reciprocal = upto(2) == 0;
+    shape(p);
+    const int64_t n = p.view.numel(), segments = p.view.segments(), lines = n / p.last, wide = p.last + upto(1) * 3;
+    const int64_t size = bytes_of(p.element);
+    c.dynamic = p.op >= DYNAMIC_QUANTIZE;
+    c.buffers.reserve(8);
+    auto add = [&](int64_t bytes) -> Buffer& {
+        c.buffers.emplace_back(bytes);
+        return c.buffers.back();
+    };
+    const bool dense = wide == p.last;
+    if (p.op == DEQUANTIZE) {
+        c.job.x = rows(add(stored(p.quantized, p.last) * lines), p.last, stored(p.quantized, p.last), true);
+    } else if (p.op != DEQUANTIZE_BACKWARD) {
+        c.job.x = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
+    }
+    if (p.op >= QUANTIZE_BACKWARD && p.op <= FAKE_QUANTIZE_BACKWARD)
+        c.job.dy = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
+    if (c.dynamic) {
+        Buffer& scale = add(segments * bytes_of(p.scale_element));
+        Buffer& zero_point = add(segments * 4);
+        c.job.scale_out = scale.data.get();
+        c.job.zero_point_out = reinterpret_cast<int32_t*>(zero_point.data.get());
+        c.job.keys = reinterpret_cast<int64_t*>(add(segments * 16).data.get());
+        c.outputs = {&scale, &zero_point};
+    } else {
+        if (upto(3)) c.job.scale = rows(add(segments * 4), segments, segments, true);
+        if (upto(2)) c.job.zero_point = rows(add(segments * 4), segments, segments, true);
+        c.job.scale_code = F32;
+        c.job.scale_number = 0.37;
+        c.job.zero_point_number = int32_t(upto(300)) - 150;
+    }
+    if (p.op == QUANTIZE || p.op == DYNAMIC_QUANTIZE) {
+        Buffer& out = add(stored(p.quantized, p.last) * lines);
+        c.job.out = rows(out, p.last, stored(p.quantized, p.last), true);
+        c.outputs.push_back(&out);
+    } else if (p.op != CHOOSE_QPARAMS) {
+        Buffer& out = add(n * size);
+        c.job.out = rows(out, p.last, p.last, true);
+        c.outputs.push_back(&out);
+    }
+    c.job.stream = upto(1);
+}
+
+std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, bool fused) {
+    for (Buffer* out : c.outputs) out->poison();
+    const View& v = c.job.p.view;
+    auto each = [&](void (*body)(const Job&, int64_t, int64_t)) {
+        auto part = [&](int64_t i, int64_t of) { body(c.job, i, of); };
+        share_out(threads, part);
+    };
+    if (!c.dynamic) {
+        each(k->elementwise);
+    } else if (fused) {
+        each(k->fused_range);
+    } else {
+        for (int64_t i = 0; i < v.segments(); ++i) {
+            c.job.keys[i] = c.job.p.asymmetric ? INT64_MIN : 0;
+            c.job.keys[v.segments() + i] = INT64_MAX;
+        }
+        each(k->reduce);
+        each(k->finish);
+        if (c.job.p.op == DYNAMIC_QUANTIZE) each(k->elementwise);
+    }
+    std::vector<std::vector<char>> results;
+    for (Buffer* out : c.outputs) results.push_back(out->copy());
+    return results;
+}
+
+void linear(const std::vector<const Kernels*>& all) {
+    const int64_t m = upto(6), n = upto(70), k = upto(5000), element = upto(3), size = bytes_of(int(element));
+    const bool packs = upto(1), is_unsigned = upto(1);
+    Buffer act(m * k), weight(n * (packs ? (k + 1) / 2 : k)), scale(n * 4), sums(n * 4), acc(m * n * 4);
+    Buffer first(m * n * size), out(m * n * size);
+    Epilogue e{};
+    e.m = m, e.n = n, e.k = k, e.element = int(element);
+    e.scale_w = upto(1) ? scale.data.get() : nullptr;
+    e.scale_a_code = e.scale_w_code = e.bias_code = F32;
+    e.scale_a_number = 0.5, e.scale_w_number = 0.25;
+    e.zero_point_number = int32_t(upto(255)) - (is_unsigned ? 0 : 128);
+    e.weight_sum = reinterpret_cast<int32_t*>(sums.data.get());
+    Dot dot{act.data.get(), is_unsigned, k, weight.data.get(), packs, packs ? (k + 1) / 2 : k};
+    for (size_t i = 0; i < all.size(); ++i) {
+        e.out = i ? out.data.get() : first.data.get();
+        const int64_t threads = 1 + upto(2);
+        auto part = [&](int64_t j, int64_t of) { all[i]->small_linear(e, dot, j, of); };
+        if (m * n > 0) share_out(threads, part);
+        if (i && memcmp(first.data.get(), out.data.get(), first.size)) {
+            printf("linear %ld %ld %ld differs on %s\n", long(m), long(n), long(k), all[i]->name);
+            exit(1);
+        }
+        auto adding = [&](int64_t j, int64_t of) {
+            all[i]->weight_sums(dot, n, k, reinterpret_cast<int32_t*>(sums.data.get()), j, of);
+        };
+        share_out(threads, adding);
+        auto finishing = [&](int64_t j, int64_t of) {
+            all[i]->epilogue(e, reinterpret_cast<int32_t*>(acc.data.get()), j, of);
+        };
+        e.out = out.data.get();
+        if (m * n > 0) share_out(threads, finishing);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const long rounds = argc > 1 ? atol(argv[1]) : 2000;
+    engine.seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
+    const auto all = tables();
+    for (long round = 0; round < rounds; ++round) {
+        if (round % 8 == 0) linear(all);
+        Case c;
+        build(c);
+        const Problem& p = c.job.p;
+        const bool fusable = p.view.repeat == 1 && (p.view.inner > 1 || p.view.run >= p.last || p.last / p.view.run <= BLOCK_SEGMENTS);
+        const auto expected = run(c, all[0], 1, false);
+        for (const Kernels* table : all)
+            for (int64_t threads : {int64_t(1), 1 + upto(4)})
+                for (bool fused : {false, true})
+                    if ((!fused || (c.dynamic && fusable)) && run(c, table, threads, fused) != expected) {
+                        printf("round %ld: op %d element %d quantized %d view %ld %ld %ld %ld last %ld differs on %s, %ld threads%s\n",
+                               round, p.op, p.element, p.quantized, long(p.view.repeat), long(p.view.rows), long(p.view.run),
+                               long(p.view.inner), long(p.last), table->name, long(threads), fused ? ", fused" : "");
+                        return 1;
+                    }
+    }
+    printf("%ld rounds on %zu instruction sets: the same bytes everywhere\n", rounds, all.size());
+    return 0;
+}

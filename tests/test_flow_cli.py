@@ -1,0 +1,70 @@
+"""The commands: what they print, what they exit with, and that `import baracuda` does not pay for them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import models
+import pytest
+from typer.testing import CliRunner
+
+from baracuda.cli import app
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+run = CliRunner()
+
+
+def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
+    source, out = models.plain_checkpoint(tmp_path / "model"), tmp_path / "out"
+    done = run.invoke(app, ["quantize", str(source), "-o", str(out), "--scheme", "w4a16", "--group-size", "32"])
+    assert done.exit_code == 0 and "12 Linears" in done.output and "baracuda verify" in done.output
+    done = run.invoke(app, ["verify", str(out), "--against", str(source)])
+    assert done.exit_code == 0 and "nothing is wrong" in done.output
+    (out / "model-00001-of-00002.safetensors").write_bytes(b"")
+    done = run.invoke(app, ["verify", str(out)])
+    assert done.exit_code == 1 and "truncated" in done.output
+    done = run.invoke(app, ["report", str(out)])
+    assert done.exit_code == 0 and "baracuda_report.html" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--scheme", "w3a3"], "expected one of w8a8"),
+        (["--activations", "static"], "needs calibration data"),
+        (["--scheme", "w4a16", "--activations", "static"], "floating point"),
+        (["--alpha", "much"], "expected a number in"),
+        (["--ignore", "*"], "nothing to quantize"),
+    ],
+)
+def test_mistakes_are_told_in_a_sentence(arguments: list[str], message: str, tmp_path: Path) -> None:
+    source = models.plain_checkpoint(tmp_path / "model")
+    done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out"), *arguments])
+    assert done.exit_code == 2 and message in done.output.replace("\n", " ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_demo_quantizes_a_model_end_to_end(tmp_path: Path) -> None:
+    done = run.invoke(app, ["demo", "--output", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    assert done.output.count("fine") == 4 and "wrong" not in done.output
+    assert (tmp_path / "smoothquant-static" / "baracuda_report.html").exists()
+
+
+def test_the_demo_works_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    done = run.invoke(app, ["demo", "--output", str(tmp_path)])
+    assert done.exit_code == 0 and done.output.count("fine") == 2, done.output
+
+
+def test_importing_baracuda_imports_no_model_stack() -> None:
+    code = (
+        "import sys, baracuda\n"
+        "heavy = {'transformers', 'safetensors', 'matplotlib', 'baracuda.flow'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+        "baracuda.load, baracuda.flow.quantize_checkpoint\n"
+        "assert 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,103 @@
+"""Two ranks under torchrun write the bytes of one process; a rank that dies ends the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+from baracuda.flow import quantize_checkpoint
+from baracuda.flow.distributed import Team
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SCRIPT = """
+import os, sys, time
+if sys.argv[1] != "smooth":
+    sys.modules["transformers"] = None
+import torch
+torch.set_num_threads(1)
+import baracuda.flow.stream as stream
+from baracuda.flow import quantize_checkpoint
+if sys.argv[1] == "slow":
+    if os.environ["RANK"] == "1":
+        def work(self, block):
+            open(sys.argv[4], "w").write(str(os.getpid()))
+            time.sleep(60)
+        stream.ShardJob._work = work
+options = {}
+if sys.argv[1] == "smooth":
+    options = dict(scheme="w8a8-smoothquant", activations="static", alpha="auto", calibration=sys.argv[4])
+quantize_checkpoint(sys.argv[2], sys.argv[3], **options)
+"""
+
+
+def torchrun(folder: Path, *arguments: str) -> list[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    return [*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", str(script), *arguments]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_two_ranks_write_the_bytes_of_one(shards: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three shards ranks take whole ones; a single shard is shared tensor by tensor."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    source = models.plain_checkpoint(tmp_path / "model", shards=shards)
+    quantize_checkpoint(source, tmp_path / "one")
+    subprocess.run(torchrun(tmp_path, "plain", str(source), str(tmp_path / "two")), check=True, timeout=120)
+    assert models.contents(tmp_path / "two") == models.contents(tmp_path / "one")
+
+
+def test_calibration_over_two_ranks_gives_the_bytes_of_one(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    models.save("llama", tmp_path / "model", torch.float32, shard="100KB")
+    tokens = models.tokens(tmp_path / "tokens.safetensors", sequences=40)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        quantize_checkpoint(
+            tmp_path / "model",
+            tmp_path / "one",
+            scheme="w8a8-smoothquant",
+            activations="static",
+            alpha="auto",
+            calibration=tokens,
+        )
+    finally:
+        torch.set_num_threads(threads)
+    command = torchrun(tmp_path, "smooth", str(tmp_path / "model"), str(tmp_path / "two"), str(tokens))
+    subprocess.run(command, check=True, timeout=180)
+    assert models.contents(tmp_path / "two") == models.contents(tmp_path / "one")
+
+
+def test_a_killed_rank_ends_the_run_with_an_error(tmp_path: Path) -> None:
+    source, mark = models.plain_checkpoint(tmp_path / "model", shards=3), tmp_path / "pid"
+    command = torchrun(tmp_path, "slow", str(source), str(tmp_path / "two"), str(mark))
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not (mark.exists() and mark.read_text()):
+            assert time.monotonic() < deadline and run.poll() is None
+            time.sleep(0.05)
+        os.kill(int(mark.read_text()), signal.SIGKILL)
+        _, errors = run.communicate(timeout=60)
+    finally:
+        run.kill()
+    assert run.returncode != 0 and "SIGKILL" in errors
+    assert not (tmp_path / "two" / "config.json").exists()
+
+
+def test_work_is_dealt_completely_and_evenly() -> None:
+    sizes = {f"shard{i}": 10 + i for i in range(11)}
+    dealt = [Team(rank, 3).share(sizes) for rank in range(3)]
+    assert sorted(name for part in dealt for name in part) == sorted(sizes)
+    loads = [sum(sizes[name] for name in part) for part in dealt]
+    assert max(loads) - min(loads) <= 20

@@ -1,0 +1,299 @@
+"""Modules: integer linears and their state, observers, fake-quantization, and whole models."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import baracuda
+from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda.nn import FakeQuantize, MinMax, MovingAverage, Percentile, QuantizedLinear, SmoothQuantLinear
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def linear(dtype: torch.dtype = torch.float32, bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(24, 10, bias=bias, dtype=dtype)
+
+
+def modules(dtype: torch.dtype = torch.float32) -> list[nn.Module]:
+    return [
+        QuantizedLinear.from_float(linear(dtype)),
+        QuantizedLinear.from_float(linear(dtype, bias=False), mode="asymmetric", activation="u8"),
+        QuantizedLinear.from_float(linear(dtype), weight_element="s4", q_min=-7, q_max=7),
+        SmoothQuantLinear.from_float(linear(dtype), 0.04),
+        SmoothQuantLinear.from_float(linear(dtype), 0.04, 9),
+    ]
+
+
+def empty_like(module: nn.Module) -> nn.Module:
+    """The same kind of module with nothing in it."""
+    options: dict[str, Any] = {
+        name: getattr(module, name) for name in ("weight_element", "mode", "activation", "q_min", "q_max")
+    }
+    return type(module)(module.in_features, module.out_features, module.bias is not None, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_quantized_linear_is_the_function_on_the_quantized_weight(dtype: torch.dtype) -> None:
+    module, x = QuantizedLinear.from_float(linear(dtype)), torch.randn(2, 5, 24, dtype=dtype)
+    expected = baracuda.dynamic_quantize(linear(dtype).weight, scope=PerChannel(0))
+    assert torch.equal(module.weight, expected.q)
+    assert torch.equal(module.weight_scale, expected.scale.float().view(-1, 1))
+    y = module(x)
+    assert y.dtype is dtype
+    assert torch.equal(y, baracuda.quantized_linear(x, module.weight, module.weight_scale, linear(dtype).bias))
+    torch.testing.assert_close(y, linear(dtype)(x), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_module_stays_near_the_float_linear(dtype: torch.dtype) -> None:
+    x = torch.randn(7, 24, dtype=dtype)
+    for module in modules(dtype):
+        bits = 4 if module.weight_element.is_packed else 8
+        expected = linear(dtype, bias=module.bias is not None)(x)
+        error = (module(x) - expected).double().norm() / expected.double().norm()
+        assert error < (0.3 if bits == 4 else 0.03), module
+        torch.testing.assert_close(module.dequantized_weight(dtype), linear(dtype).weight, atol=0.02, rtol=0.2)
+
+
+def test_a_smoothquant_linear_takes_integers_as_they_are() -> None:
+    module, x = SmoothQuantLinear.from_float(linear(), 0.025), torch.randn(4, 24)
+    assert torch.equal(module(module.quantize_input(x)), module(x))
+
+
+def test_state_has_the_names_types_and_shapes_of_a_checkpoint() -> None:
+    state = SmoothQuantLinear.from_float(linear(torch.bfloat16), 0.02, 3).state_dict()
+    assert {name: (value.dtype, list(value.shape)) for name, value in state.items()} == {
+        "weight": (torch.int8, [10, 24]),
+        "weight_scale": (torch.float32, [10, 1]),
+        "bias": (torch.bfloat16, [10]),
+        "input_scale": (torch.float32, [1]),
+        "input_zero_point": (torch.int8, [1]),
+    }
+
+
+def test_state_survives_every_way_of_copying_it(tmp_path: Path) -> None:
+    x = torch.randn(3, 24)
+    for module in modules():
+        expected = module(x)
+        torch.save(module.state_dict(), tmp_path / "state.pt")
+        save_file(module.state_dict(), tmp_path / "state.safetensors")
+        for state in (torch.load(tmp_path / "state.pt"), load_file(tmp_path / "state.safetensors")):
+            for assign in (False, True):
+                fresh = empty_like(module)
+                fresh.load_state_dict(state, assign=assign)
+                assert torch.equal(fresh(x), expected)
+        assert torch.equal(copy.deepcopy(module)(x), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(module))(x), expected)
+
+
+def test_scales_follow_the_device_but_no_dtype() -> None:
+    for module in modules():
+        before = {name: value.clone() for name, value in module.named_buffers()}
+        module.half().double().bfloat16()
+        for name, value in module.named_buffers():
+            assert torch.equal(value, before[name]) and value.dtype is before[name].dtype
+        if module.bias is not None:
+            assert module.bias.dtype is torch.bfloat16
+        assert module(torch.randn(2, 24, dtype=torch.bfloat16)).dtype is torch.bfloat16
+        assert module(torch.randn(2, 24)).dtype is torch.float32
+        assert module.to("meta").weight_scale.is_meta
+
+
+def test_scales_load_from_any_float_type_and_shape_they_are_stored_in() -> None:
+    module = QuantizedLinear.from_float(linear())
+    state = module.state_dict()
+    for stored in (state["weight_scale"].bfloat16(), state["weight_scale"].view(-1), torch.tensor([0.125])):
+        fresh = empty_like(module)
+        fresh.load_state_dict({**state, "weight_scale": stored})
+        assert fresh.weight_scale.dtype is torch.float32
+        assert torch.equal(fresh.weight_scale, stored.float().reshape(-1, 1).expand(10, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("weight", torch.zeros(10, 24), r"fc.weight: expected torch.int8 of shape \[10, 24\] .* got torch.float32"),
+        ("weight", torch.zeros(10, 12, dtype=torch.int8), r"fc.weight: .*got torch.int8 of shape \[10, 12\]"),
+        ("weight_scale", torch.zeros(7, 1), r"fc.weight_scale: .*got torch.float32 of shape \[7, 1\]"),
+        ("weight_scale", torch.zeros(10, 1, dtype=torch.int8), r"fc.weight_scale: .*got torch.int8"),
+        ("bias", torch.zeros(9), r"fc.bias"),
+        ("weight", None, r"[Mm]issing key.*fc.weight\b"),
+        ("input_scale", torch.ones(1), r"[Uu]nexpected key.*fc.input_scale"),
+    ],
+)
+def test_state_that_does_not_match_names_the_tensor(name: str, value: Tensor | None, message: str) -> None:
+    model = nn.ModuleDict({"fc": QuantizedLinear.from_float(linear())})
+    state = model.state_dict()
+    if value is None:
+        del state[f"fc.{name}"]
+    else:
+        state[f"fc.{name}"] = value
+    with pytest.raises(RuntimeError, match=message):
+        model.load_state_dict(state)
+
+
+def test_under_autocast_linears_compute_in_its_type() -> None:
+    x = torch.randn(4, 24)
+    for module in modules():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = module(x)
+        assert y.dtype is torch.bfloat16
+        assert torch.equal(y, module(x.bfloat16()))
+
+
+def test_a_quantized_linear_passes_gradients_to_what_came_before_it() -> None:
+    model = nn.Sequential(nn.Linear(24, 24), QuantizedLinear.from_float(linear()))
+    model(torch.randn(4, 24)).square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: QuantizedLinear(4, 4, weight_element="u8"), baracuda.Unsupported, "expected s8 or s4, got u8"),
+        (
+            lambda: QuantizedLinear.from_float(nn.Conv1d(2, 2, 1)),
+            baracuda.Unsupported,
+            "expected an nn.Linear, got Conv1d",
+        ),  # type: ignore[arg-type]
+        (lambda: SmoothQuantLinear.from_float(linear(), torch.ones(3)), baracuda.InvalidProblem, "expected one value"),
+        (lambda: FakeQuantize("sometimes"), baracuda.InvalidProblem, "expected one of static, dynamic, learned"),  # type: ignore[arg-type]
+        (lambda: Percentile(percentile=20), baracuda.InvalidProblem, r"expected a number in \(50, 100\]"),
+        (lambda: MovingAverage(momentum=0), baracuda.InvalidProblem, r"expected a number in \(0, 1\]"),
+    ],
+)
+def test_a_module_refuses(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+# -- observers ---------------------------------------------------------------------------------------------------
+
+LAYOUTS: list[tuple[Scope, tuple[int, ...]]] = [
+    (PerTensor(), ()), (PerChannel(1), (8,)), (PerToken(), (6,)), (PerGroup(4), (6, 2)), (PerGroup(3, axis=0), (2, 8))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("scope", "shape"), LAYOUTS, ids=str)
+def test_min_max_is_the_range_of_everything_seen(scope: Scope, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(1)
+    batches = [torch.randn(6, 8) for _ in range(3)]
+    fake = FakeQuantize("static", scope, shape, observer=MinMax)
+    for x in batches:
+        fake(x)
+    assert isinstance(fake.observer, MinMax)
+    largest = torch.stack(batches).abs().amax(dim=0)
+    expected, _ = baracuda.choose_qparams(largest, scope=scope)
+    assert torch.equal(fake.scale, expected)
+    fake.eval()(torch.full((6, 8), 1e6))
+    assert torch.equal(fake.scale, expected), "eval() must not observe"
+
+
+def test_a_moving_average_starts_at_the_first_batch_and_moves_by_its_momentum() -> None:
+    observer = MovingAverage(momentum=0.25)
+    observer(torch.tensor([-1.0, 2.0]))
+    assert [end.item() for end in observer.range()] == [-1.0, 2.0]
+    observer(torch.tensor([-5.0, 10.0]))
+    assert [end.item() for end in observer.range()] == [-2.0, 4.0]
+
+
+@pytest.mark.parametrize(("scope", "shape"), LAYOUTS, ids=str)
+def test_a_percentile_leaves_outliers_out(scope: Scope, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(2)
+    observer, seen = Percentile(scope, shape, percentile=98.0), []
+    for i in range(60):
+        x = torch.randn(6, 8) * (1 + i / 60)
+        if i == 30:
+            x[0, 0] = 500.0
+        observer(x)
+        seen.append(x)
+    low, high = observer.range()
+    assert int(observer.counts.sum()) == 60 * 48
+    view = scope.view((6, 8)).shape
+    values = torch.stack(seen).view(60, *view).permute(2, 4, 0, 1, 3).reshape(max(1, low.numel()), -1)
+    width, spare = (2 * observer.limit / observer.bins).view(-1, 1), int(values.shape[1] * 0.01)
+    for end, sign in ((low, 1), (high, -1)):
+        limit = end.reshape(-1, 1)
+        assert ((sign * values < sign * limit).sum(dim=1) <= spare).all()
+        assert ((sign * values < sign * limit + width).sum(dim=1) > spare).all(), "a bin less would do"
+    assert high.max() < 10
+
+
+def test_a_histogram_of_everything_is_the_range() -> None:
+    observer = Percentile(percentile=100.0)
+    observer(torch.tensor([-3.0, 0.5]))
+    observer(torch.tensor([7.0, float("nan"), 40.0]))
+    assert int(observer.counts.sum()) == 4
+
+
+def test_an_observer_names_the_shapes_it_did_not_expect() -> None:
+    with pytest.raises(baracuda.InvalidProblem, match=r"scales of shape \[3\], got \[2, 4\] with \[4\]"):
+        MinMax(PerChannel(1), (3,))(torch.randn(2, 4))
+
+
+def test_fake_quantize_static_dynamic_and_learned_are_the_function() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(6, 8)
+    for scope, shape in LAYOUTS:
+        for mode in ("symmetric", "asymmetric"):
+            scale, zero_point = baracuda.choose_qparams(x, scope=scope, mode=mode, include_zero=mode == "asymmetric")
+            low = -127 if mode == "symmetric" else -128
+            expected = baracuda.fake_quantize(x, scale, zero_point, scope=scope, q_min=low)
+            for strategy in ("static", "dynamic", "learned"):
+                fake = FakeQuantize(strategy, scope, shape, mode=mode)  # type: ignore[arg-type]
+                assert torch.equal(fake(x), expected), (strategy, scope, mode)
+                assert torch.equal(fake.eval()(x), expected), (strategy, scope, mode)
+                fake.enabled = False
+                assert fake(x) is x
+
+
+def test_a_learned_fake_quantize_learns_to_lessen_its_error() -> None:
+    torch.manual_seed(4)
+    x = torch.randn(512)
+    x[0] = 30.0
+    fake = FakeQuantize("learned", element="s8", q_min=-8, q_max=7)
+    before = (fake(x) - x).square().mean()
+    optimizer = torch.optim.Adam(fake.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        (fake(x) - x).abs().mean().backward()
+        optimizer.step()
+    assert (fake(x)[1:] - x[1:]).square().mean() < 0.3 * before
+    restored = FakeQuantize("learned", q_min=-8, q_max=7)
+    restored.load_state_dict(fake.state_dict())
+    assert restored.initialised and torch.equal(restored(x), fake(x))
+
+
+def test_fake_quantize_keeps_its_types_when_the_model_changes_its_own() -> None:
+    for strategy in ("static", "learned"):
+        fake = FakeQuantize(strategy)  # type: ignore[arg-type]
+        fake(torch.randn(100))
+        before = fake.scale.detach().clone()
+        fake.to(torch.bfloat16)
+        assert fake.scale.dtype is torch.float32 and torch.equal(fake.scale, before)
+        assert fake(torch.randn(5, dtype=torch.bfloat16)).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_dynamic_symmetric_range_clips_nothing_so_its_gradient_passes_whole(dtype: torch.dtype) -> None:
+    """What the shortcut through the backward relies on, for many ranges, tiny ones included."""
+    torch.manual_seed(5)
+    for exponent in range(-24, 14, 2):
+        x = (torch.randn(64, 32, dtype=torch.float64) * 2.0**exponent).to(dtype).requires_grad_()
+        scale, _ = baracuda.choose_qparams(x)
+        dy = torch.ones_like(x)
+        baracuda.fake_quantize(x, scale, scope=PerToken(), q_min=-127).backward(dy)
+        assert x.grad is not None and torch.equal(x.grad, dy)
+        x.grad = None
+        FakeQuantize("dynamic", PerToken())(x).backward(dy)
+        assert torch.equal(x.grad, dy)

@@ -1,0 +1,144 @@
+"""Each Triton kernel compiled for sm_90 without a GPU: what its PTX must not contain, and how wide its accesses are."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from baracuda import (
+    Arithmetic,
+    DynamicRangeMode,
+    ElementKind,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    QuantizeKind,
+    Scope,
+)
+from baracuda.problem import Problem
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels, does not interpret"
+)
+
+SHAPE = (4096, 8192)
+CPU = torch.device("cpu")
+POINTERS = {ElementKind.F16: "*fp16", ElementKind.BF16: "*bf16", ElementKind.F32: "*fp32", ElementKind.F64: "*fp64"}
+POINTERS |= {ElementKind.S8: "*i8", ElementKind.U8: "*u8", ElementKind.S4: "*u8", ElementKind.U4: "*u8"}
+SCOPES = [PerTensor(), PerToken(), PerGroup(128), PerChannel(1), PerGroup(128, axis=0)]
+FLOATS = [ElementKind.BF16, ElementKind.F32, ElementKind.F64]
+BACKWARD = (
+    QuantizeKind.QUANTIZE_BACKWARD,
+    QuantizeKind.DEQUANTIZE_BACKWARD,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+)
+
+
+def ptx_of(step: object, forms: Sequence[str]) -> str:
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+
+    from baracuda.backends.triton.launch import Step, compile_kernel  # noqa: PLC0415
+
+    assert isinstance(step, Step)
+    target = GPUTarget("cuda", 90, 32)
+    compiled = compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, target)
+    text: str = compiled.asm["ptx"]
+    return text
+
+
+def instructions(ptx: str) -> Counter[str]:
+    return Counter(re.findall(r"^\s*(?:@\S+\s+)?([a-z][\w.:]+)", ptx, re.MULTILINE))
+
+
+def elementwise_ptx(
+    op: QuantizeKind, scope: Scope, element: ElementKind, kind: ElementKind, arithmetic: Arithmetic
+) -> str:
+    from baracuda.backends.triton.static import elementwise_step  # noqa: PLC0415
+
+    p = Problem(op, SHAPE, element, kind, kind.q_min, kind.q_max, scope, arithmetic=arithmetic)
+    scale = POINTERS[element.math]
+    float_, stored = POINTERS[element], POINTERS[kind]
+    forms = {
+        QuantizeKind.QUANTIZE: [float_, "constexpr", scale, "*i32", stored],
+        QuantizeKind.DEQUANTIZE: [stored, "constexpr", scale, "*i32", float_],
+        QuantizeKind.FAKE_QUANTIZE: [float_, "constexpr", scale, "*i32", float_],
+        QuantizeKind.DEQUANTIZE_BACKWARD: ["constexpr", float_, scale, "*i32", float_],
+    }.get(op, [float_, float_, scale, "*i32", float_])
+    return ptx_of(elementwise_step(p, CPU), forms)
+
+
+def assert_exact(ptx: str) -> None:
+    """No approximate division, no flushed subnormals."""
+    for word in ("div.full", "div.approx", "rcp.approx", ".ftz"):
+        assert word not in ptx, word
+
+
+@pytest.mark.parametrize("element", FLOATS)
+@pytest.mark.parametrize("scope", SCOPES, ids=str)
+@pytest.mark.parametrize(
+    "op", [k for k in QuantizeKind if k in BACKWARD or k.value in ("quantize", "dequantize", "fake_quantize")]
+)
+def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
+    op: QuantizeKind, scope: Scope, element: ElementKind
+) -> None:
+    ptx = elementwise_ptx(op, scope, element, ElementKind.S8, Arithmetic.DIVIDE)
+    assert_exact(ptx)
+    counts = instructions(ptx)
+    # Beside a float vector of 8 or 16 bytes the 8-bit side of strided segments is 4 bytes wide, one register.
+    narrow = r"|b32" if scope in (PerChannel(1), PerGroup(128, axis=0)) else ""
+    assert any(re.match(rf"ld\.global\.(v[248]{narrow})", name) for name in counts)
+    assert any(re.match(rf"st\.global\.(v[248]{narrow})", name) for name in counts)
+    fused = sum(n for name, n in counts.items() if name.startswith("fma"))
+    divides = op not in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
+    assert (fused > 0) == divides
+
+
+@pytest.mark.parametrize("element", FLOATS)
+def test_the_reciprocal_arithmetic_contracts_nothing(element: ElementKind) -> None:
+    ptx = elementwise_ptx(QuantizeKind.QUANTIZE, PerToken(), element, ElementKind.S8, Arithmetic.RECIPROCAL)
+    assert_exact(ptx)
+    assert not any(name.startswith("fma") for name in instructions(ptx))
+
+
+def test_a_division_costs_two_fused_steps_per_element() -> None:
+    from baracuda.backends.triton.static import elementwise_step  # noqa: PLC0415
+
+    p = Problem(QuantizeKind.QUANTIZE, SHAPE, ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
+    step = elementwise_step(p, CPU)
+    assert step is not None
+    counts = instructions(ptx_of(step, ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]))
+    per_thread = step.constants["LINES"] * step.constants["COLS"] // (32 * step.warps)  # type: ignore[operator]
+    assert counts["fma.rn.f32"] == 2 * per_thread
+    assert counts["div.rn.f32"] == 1
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U4])
+@pytest.mark.parametrize("mode", list(DynamicRangeMode))
+@pytest.mark.parametrize("element", FLOATS)
+@pytest.mark.parametrize("scope", [*SCOPES, PerChannel(0)], ids=str)
+def test_dynamic_kernels_are_exact(
+    scope: Scope, element: ElementKind, mode: DynamicRangeMode, kind: ElementKind
+) -> None:
+    from baracuda.backends.triton import dynamic, tune  # noqa: PLC0415
+
+    low = -kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
+    stored = element.math
+    p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, SHAPE, element, kind, low, kind.q_max, scope, mode, scale_element=stored)
+    config = tune.dynamic(p.view, element.dtype.itemsize, 132)
+    symmetric = mode is DynamicRangeMode.SYMMETRIC
+    math, zero_point = POINTERS[stored], "constexpr" if symmetric else "*i32"
+    lowest = "constexpr" if symmetric else math
+    if config.chunks:
+        assert_exact(ptx_of(dynamic.partial_step(p, config, CPU), [POINTERS[element], lowest, math]))
+        assert_exact(ptx_of(dynamic.finish_step(p, config, CPU), [lowest, math, math, zero_point]))
+    else:
+        ptx = ptx_of(dynamic.whole_step(p, config, CPU), [POINTERS[element], math, zero_point, POINTERS[kind]])
+        assert_exact(ptx)
+        assert re.search(r"ld\.global\.(L1::\S+\.)?v[248]", ptx)

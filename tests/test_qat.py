@@ -1,0 +1,225 @@
+"""Training for quantization: prepare, train, convert; reports; and the examples, which are run as they stand."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import baracuda
+from baracuda.nn import QATLinear, QuantizedLinear, SmoothQuantLinear
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"mode": "asymmetric", "activation": "u8"},
+    {"weight_element": "s4", "q_min": -7, "q_max": 7},
+    {"weight_strategy": "learned"},
+    {"activation_strategy": "static"},
+    {"activation_strategy": "static", "mode": "asymmetric"},
+    {"activation_strategy": "learned", "weight_strategy": "learned"},
+    {"activation_strategy": "learned", "mode": "asymmetric", "activation": "u8"},
+]
+
+
+def trained(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> QATLinear:
+    torch.manual_seed(0)
+    module = QATLinear.from_float(nn.Linear(300, 40, dtype=dtype), **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        module(torch.randn(16, 300, dtype=dtype)).square().mean().backward()
+        optimizer.step()
+    return module.eval()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_converted_linear_is_its_own_fake_quantized_forward_within_the_bound(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    module, x = trained(options, dtype), torch.randn(64, 300, dtype=dtype) * 2
+    converted = module.convert()
+    static = options.get("activation_strategy", "dynamic") != "dynamic"
+    assert type(converted) is (SmoothQuantLinear if static else QuantizedLinear)
+    difference = (converted(x).double() - module(x).double()).abs()
+    assert (difference <= module.conversion_bound(x)).all()
+    assert difference.max() > 0 or dtype is not torch.float32, "a bound that nothing approaches says nothing"
+
+
+def test_the_bound_is_broken_by_one_wrong_step_of_one_weight() -> None:
+    module, x = trained({}), torch.randn(64, 300)
+    converted = module.convert()
+    converted.weight[0, 0] += 1
+    assert ((converted(x).double() - module(x).double()).abs() > module.conversion_bound(x)).any()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_parameter_of_a_qat_linear_learns(options: dict[str, Any]) -> None:
+    module = QATLinear.from_float(nn.Linear(30, 8), **options)
+    module(torch.randn(4, 30)).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+
+
+def test_under_autocast_the_converted_linear_still_agrees() -> None:
+    module, x = trained({}), torch.randn(64, 300)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours, theirs, bound = module(x), module.convert()(x), module.conversion_bound(x)
+    assert ours.dtype is theirs.dtype is torch.bfloat16
+    assert ((ours.double() - theirs.double()).abs() <= bound).all()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.head(x + self.mlp(x))  # type: ignore[no-any-return]
+
+
+def block() -> Block:
+    torch.manual_seed(1)
+    return Block()
+
+
+def test_quantize_model_replaces_linears_and_says_what_it_left() -> None:
+    model = block()
+    report = baracuda.quantize_model(model, ignore=["head", "nothing.*"])
+    assert list(report.replaced) == ["mlp.0", "mlp.2"]
+    assert report.skipped["head"] == "ignored by 'head'"
+    assert "NonDynamicallyQuantizableLinear" in report.skipped["attention.out_proj"]
+    assert report.unmatched == ["nothing.*"]
+    assert isinstance(model.mlp[0], QuantizedLinear) and type(model.head) is nn.Linear
+    text = str(report)
+    assert text.startswith("2 replaced, 2 left as they are") and "? 'nothing.*' matched no module" in text
+    assert model(torch.randn(2, 3, 16)).isfinite().all()
+
+
+@pytest.mark.parametrize("ignore", [["mlp.*"], ["re:mlp\\.[0-9]"], [nn.Sequential, "mlp.?"]], ids=str)
+def test_modules_are_chosen_by_glob_regular_expression_or_type(ignore: list[Any]) -> None:
+    model = block()
+    assert list(baracuda.quantize_model(model, ignore=ignore).replaced) == ["head"]
+    assert list(baracuda.quantize_model(block(), targets=["mlp.0"]).replaced) == ["mlp.0"]
+    assert list(baracuda.quantize_model(block(), targets="Linear").replaced) == ["mlp.0", "mlp.2", "head"]
+
+
+def test_modules_that_cannot_be_quantized_are_left_alone_and_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "fine": nn.Linear(4, 4),
+            "complex": nn.Linear(4, 4, dtype=torch.complex64),
+            "tiny": nn.Linear(4, 4).to(torch.float8_e4m3fn),
+            "broken": nn.Linear(4, 4),
+            "watched": nn.Linear(4, 4),
+            "conv": nn.Conv2d(2, 2, 1),
+        }
+    )
+    model["broken"].weight.data[0, 0] = float("nan")
+    model["watched"].register_forward_hook(lambda *_: None)
+    before = dict(model.items())
+    report = baracuda.quantize_model(model, targets=[nn.Linear, nn.Conv2d])
+    assert list(report.replaced) == ["fine"]
+    expected = {
+        "complex": "weight is torch.complex64", "tiny": "weight is torch.float8_e4m3fn", "broken": "NaN or infinite",
+        "watched": "has hooks", "conv": "expected an nn.Linear, got Conv2d",
+    }  # fmt: skip
+    for name, reason in expected.items():
+        assert reason in report.skipped[name] and model[name] is before[name]
+
+
+def test_a_static_scheme_wants_a_scale_for_each_linear() -> None:
+    model = block()
+    report = baracuda.quantize_model(
+        model, "w8a8-smoothquant", input_scales={"mlp.0": 0.03, "head": torch.tensor(0.05)}
+    )
+    assert list(report.replaced) == ["mlp.0", "head"] and "input_scales" in report.skipped["mlp.2"]
+    assert isinstance(model.head, SmoothQuantLinear) and model.head.input_scale.item() == pytest.approx(0.05)
+    with pytest.raises(baracuda.InvalidProblem, match=r"expected a LinearScheme or one of w8a8, .* got 'w2a2'"):
+        baracuda.quantize_model(model, "w2a2")
+
+
+def test_a_module_held_twice_stays_one_module() -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(shared, shared)
+    report = baracuda.quantize_model(model)
+    assert len(report.replaced) == 2 and model[0] is model[1]
+
+
+def test_the_model_itself_is_not_replaced() -> None:
+    assert "use from_float" in baracuda.quantize_model(nn.Linear(3, 3)).skipped["Linear"]
+
+
+def test_prepare_keeps_the_parameters_an_optimizer_holds_and_convert_ends_the_training() -> None:
+    model, x = block(), torch.randn(4, 3, 16)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    report = baracuda.prepare_qat(model, "w4a8", ignore=["head"])
+    assert list(report.replaced) == ["mlp.0", "mlp.2"]
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    expected = model.eval()(x)
+    assert list(baracuda.convert(model).replaced) == ["mlp.0", "mlp.2"]
+    assert isinstance(model.mlp[0], QuantizedLinear)
+    torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=1e-2)
+
+
+def test_convert_leaves_a_linear_whose_observer_has_seen_nothing() -> None:
+    model = block()
+    baracuda.prepare_qat(model, "w8a8-smoothquant", ignore=["head"])
+    assert "has seen nothing" in baracuda.convert(copy.deepcopy(model)).skipped["mlp.0"]
+    model(torch.randn(2, 3, 16))
+    assert list(baracuda.convert(model).replaced) == ["mlp.0", "mlp.2"]
+
+
+def test_checkpointing_a_qat_block_gives_the_same_gradients() -> None:
+    model, x = block(), torch.randn(2, 3, 16)
+    baracuda.prepare_qat(model, weight_strategy="learned")
+    grads = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=False)):
+        model.zero_grad()
+        run(x).square().sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert len(grads[0]) == len(grads[1]) > 8
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_a_qat_model_saves_and_loads_its_state() -> None:
+    for options in OPTIONS:
+        model, x = nn.Sequential(nn.Linear(12, 6)), torch.randn(3, 12)
+        baracuda.prepare_qat(model, **options)
+        model(x)
+        other = nn.Sequential(nn.Linear(12, 6))
+        baracuda.prepare_qat(other, **options)
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(other.eval()(x), model.eval()(x))
+
+
+def test_the_digits_example_shows_qat_ahead_of_ptq(capsys: pytest.CaptureFixture[str]) -> None:
+    results = runpy.run_path(str(EXAMPLES / "qat_digits.py"))["main"]([])
+    assert results["float"] > 0.95
+    assert results["ptq"] < results["qat"] - 0.02
+    assert results["qat"] > results["float"] - 0.03
+    assert results["converted"] == pytest.approx(results["qat"], abs=0.005)
+    assert "QAT" in capsys.readouterr().out
+
+
+def test_the_compiled_mlp_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    results = runpy.run_path(str(EXAMPLES / "compiled_mlp.py"))["main"](["--hidden", "128", "--repeats", "2"])
+    assert results["graph_breaks"] == 0 and results["same_bits"]
+    assert "ms" in capsys.readouterr().out

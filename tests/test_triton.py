@@ -1,0 +1,89 @@
+"""The Triton kernels in Triton's interpreter, on CPU tensors, against the reference: every case, bit for bit.
+
+`triton.jit` decides when a module is imported whether it interprets, so this file needs a process of its own:
+TRITON_INTERPRET=1 pytest tests/test_triton.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import pytest
+
+from baracuda import (
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    QuantizeKind,
+    Scope,
+)
+from baracuda.backends.triton import tune
+from baracuda.problem import Problem
+from cases import CASES, Case, assert_same_bits, is_linear, run
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.skipif(
+        os.environ.get("TRITON_INTERPRET") != "1",
+        reason="interprets kernels: TRITON_INTERPRET=1 pytest tests/test_triton.py",
+    ),
+    # numpy, which the interpreter computes with, remarks on every 0/0 and overflow of the edge cases.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+
+
+def _groups() -> dict[str, list[Case]]:
+    """Cases by op, layout and element: one test each, so that a failure names its place and the run stays short.
+
+    The interpreter takes seconds for a large tensor, so of the large layouts every fourth case runs here; the device
+    tests run them all.
+    """
+    groups: dict[str, list[Case]] = defaultdict(list)
+    for i, case in enumerate(CASES):
+        p = case.problem
+        if is_linear(case) or (p.view.numel > 10_000 and i % 4 != i // 32 % 4):
+            continue
+        shape = "x".join(map(str, p.shape)) or "scalar"
+        groups[f"{p.op.value}-{shape}-{p.scope}-{p.element.value}"].append(case)
+    return groups
+
+
+GROUPS = _groups()
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted_kernels_have_the_bits_of_the_reference(group: str) -> None:
+    for case in GROUPS[group]:
+        assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
+
+
+@pytest.mark.parametrize("mode", list(DynamicRangeMode))
+@pytest.mark.parametrize("element", [ElementKind.BF16, ElementKind.F64])
+@pytest.mark.parametrize(
+    ("shape", "scope", "schedule"),
+    [
+        ((5, 9001), PerToken(), "long_rows"),
+        ((3, 2, 4100), PerChannel(1), "partial"),
+        ((700, 33), PerChannel(1), "partial_columns"),
+        ((40000,), PerTensor(), "partial"),
+    ],
+)
+def test_segments_too_long_for_registers_have_the_bits_of_the_reference(
+    shape: tuple[int, ...],
+    scope: Scope,
+    schedule: str,
+    element: ElementKind,
+    mode: DynamicRangeMode,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tune, "IN_REGISTERS", 2**12)
+    low = -127 if mode is DynamicRangeMode.SYMMETRIC else -128
+    op, kind = QuantizeKind.DYNAMIC_QUANTIZE, ElementKind.S8
+    problem = Problem(op, shape, element, kind, low, 127, scope, mode, scale_element=element.math)
+    assert tune.dynamic(problem.view, element.dtype.itemsize, 4).schedule.value == schedule
+    case = Case(problem, "poison")
+    assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
