@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest mutation build clean
+.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
 	$(BIN)/baracuda demo
@@ -11,7 +11,7 @@ demo: .venv/installed  ## a first minute: every scope on a tensor with outliers,
 info: .venv/installed  ## what runs on this machine
 	$(BIN)/baracuda info
 
-test: lint types pytest  ## everything a change must pass
+test: lint types pytest interpreter  ## everything a change must pass
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -22,6 +22,23 @@ types: .venv/installed
 
 pytest: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py tests/test_learned.py
+
+bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
+	$(BIN)/python -m bench cpu
+
+# On a machine with an NVIDIA GPU and a CUDA build of torch: the interpreter of that environment, nothing installed.
+GPU_PYTHON ?= python3
+gpu-test:
+	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+	$(GPU_PYTHON) -m pytest tests/gpu -m gpu -p no:benchmark -n 8
+
+gpu-bench:
+	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+	$(GPU_PYTHON) -m bench gpu --json docs/bench-gpu.json
+	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
 
 mutation: .venv/installed  ## break the reference one line at a time; every mutant must be caught
 	$(BIN)/python tests/mutation.py

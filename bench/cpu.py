@@ -196,7 +196,7 @@ def _numpy_quantize(x: Tensor) -> Body:
     array = x.numpy()
 
     def body() -> object:
-        import numpy as np  # noqa: PLC0415 - a peer, only where it is installed
+        import numpy as np  # a peer, only where it is installed
 
         return np.clip(np.rint(array / np.float32(SCALE)), -128, 127).astype(np.int8)
 
@@ -205,10 +205,10 @@ def _numpy_quantize(x: Tensor) -> Body:
 
 def _onnxruntime_quantize(x: Tensor) -> dict[str, Body]:
     with contextlib.suppress(ImportError):
-        import numpy as np  # noqa: PLC0415
-        import onnx  # noqa: PLC0415
-        import onnxruntime as ort  # noqa: PLC0415
-        from onnx import TensorProto, helper  # noqa: PLC0415
+        import numpy as np
+        import onnx
+        import onnxruntime as ort
+        from onnx import TensorProto, helper
 
         constants = [
             helper.make_tensor("scale", TensorProto.FLOAT, [], [SCALE]),

@@ -84,10 +84,10 @@ def quantize(source: Path, out: Path, scheme: str) -> None:
 def calibration(layers: int) -> tuple[Any, ...] | None:
     """The cost of the hooks alone, on the forward passes they ride on."""
     try:
-        import transformers  # noqa: PLC0415
+        import transformers
     except ImportError:
         return None
-    from baracuda.flow.prepare import analyse  # noqa: PLC0415
+    from baracuda.flow.prepare import analyse
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=layers, **sizes)

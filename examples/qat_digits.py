@@ -1,9 +1,9 @@
-"""Handwritten digits in 4 and 2 bits: float, quantized after training, and trained for quantization, side by side.
+"""Handwritten digits in few bits: float, quantized after training, and trained for quantization, side by side.
 
     python examples/qat_digits.py
 
-A small MLP on scikit-learn's 8x8 digits. Four bits for weights and two for activations is harsh on purpose: rounding a
-trained model that far costs accuracy, and training with the rounding in place wins most of it back.
+A small MLP on scikit-learn's 8x8 digits. Four bits for weights and three levels for activations is harsh on purpose:
+rounding a trained model that far costs accuracy, and training with the rounding in place wins most of it back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import baracuda
 from baracuda import DynamicRangeMode, ElementKind, LinearScheme
 
 SCHEME = LinearScheme(
-    weight=ElementKind.S4, activation=ElementKind.U8, mode=DynamicRangeMode.ASYMMETRIC, q_min=0, q_max=3
+    weight=ElementKind.S4, activation=ElementKind.U8, mode=DynamicRangeMode.ASYMMETRIC, q_min=0, q_max=2
 )
 
 
@@ -38,12 +38,14 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def fit(model: nn.Module, x: Tensor, y: Tensor, epochs: int, lr: float) -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     generator = torch.Generator().manual_seed(1)
     for _ in range(epochs):
         for batch in torch.randperm(len(x), generator=generator).split(64):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
+        schedule.step()
 
 
 def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
@@ -54,12 +56,12 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--epochs", type=int, default=40)
     options = parser.parse_args(argv)
     torch.manual_seed(0)
     start = time.perf_counter()
     x, y, x_test, y_test = data()
-    sizes = [64, 48, 48, 48, 10]
+    sizes = [64, 64, 64, 64, 10]
     layers = [nn.Sequential(nn.Linear(k, n), nn.ReLU()) for k, n in itertools.pairwise(sizes[:-1])]
     model = nn.Sequential(*layers, nn.Linear(*sizes[-2:]))
     fit(model, x, y, options.epochs, 3e-3)
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
 
     trained = copy.deepcopy(model)
     baracuda.prepare_qat(trained, SCHEME)
-    fit(trained.train(), x, y, options.epochs, 2e-3)
+    fit(trained.train(), x, y, options.epochs, 5e-3)
     results = {
         "float": accuracy(model, x_test, y_test),
         "ptq": accuracy(rounded, x_test, y_test),
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, float]:
     results["converted"] = accuracy(trained, x_test, y_test)
 
     print(report)
-    print(f"\n{'4-bit W, 2-bit A':28} test accuracy")
+    print(f"\n{'4-bit W, 3-level A':28} test accuracy")
     for name, text in {
         "float": "float",
         "ptq": "quantized after training",

@@ -30,7 +30,7 @@ from baracuda import (
 )
 from baracuda.backends.registry import Value
 from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Operand, Problem, scale_elements
+from baracuda.problem import OPS, Operand, Problem, fake_storage, scale_elements
 from baracuda.types import FLOATS, INTEGERS, MAX_ZERO_POINT, OpCategory
 
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -95,11 +95,11 @@ def _elementwise_cases(layouts: list[tuple[tuple[int, ...], Scope]]) -> Iterator
     pick = random.Random(0).choice
     for op, (shape, scope), element, kind in itertools.product(ELEMENTWISE, layouts, FLOATS, INTEGERS):
         low, high = pick([(kind.q_min, kind.q_max)] * 3 + [(kind.q_min + 1, kind.q_max - 3)])
-        if op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.FAKE_QUANTIZE_BACKWARD):
-            kind = ElementKind.S8 if low < 0 else ElementKind.U8
+        stores_nothing = op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.FAKE_QUANTIZE_BACKWARD)
+        storage = fake_storage(low, high) if stores_nothing else kind
         arithmetic = pick([Arithmetic.DIVIDE, Arithmetic.DIVIDE, Arithmetic.RECIPROCAL])
         yield Case(
-            Problem(op, shape, element, kind, low, high, scope, arithmetic=arithmetic),
+            Problem(op, shape, element, storage, low, high, scope, arithmetic=arithmetic),
             pick(["ordinary", "edges", "bits", "ties"]),
             pick(["tensor", "number", "input_type"]),
             pick(["tensor", "none", "number", "large"]),
@@ -171,7 +171,7 @@ def floats(data: str, shape: tuple[int, ...], element: ElementKind, seed: int) -
     elif data == "ties":
         x = (torch.randint(-300, 300, shape, generator=generator) + 0.5) * 0.25
     elif data == "zeros":
-        x = torch.where(torch.rand(shape[:-1] + (1,) if shape else (), generator=generator) < 0.5, 0.0, x)
+        x = torch.where(torch.rand((*shape[:-1], 1) if shape else (), generator=generator) < 0.5, 0.0, x)
     elif data == "subnormal":
         x = x * {ElementKind.F16: 2.0**-22, ElementKind.F64: 2.0**-1060}.get(element, 2.0**-140)
     elif data == "constant":
@@ -259,13 +259,13 @@ def bits(x: Tensor) -> Tensor:
 
 def assert_same_bits(got: dict[str, Tensor], expected: dict[str, Tensor], what: object) -> None:
     assert got.keys() == expected.keys()
-    for name in expected:
-        different = bits(got[name]) != bits(expected[name])
+    for name, wanted in expected.items():
+        different = bits(got[name]) != bits(wanted)
         if different.any():
             where = different.nonzero()[0].tolist() if different.ndim else []
             raise AssertionError(
                 f"{what}: {name} differs in {int(different.sum())} of {different.numel()}, first at {where}: "
-                f"got {got[name][tuple(where)]!r}, expected {expected[name][tuple(where)]!r}"
+                f"got {got[name][tuple(where)]!r}, expected {wanted[tuple(where)]!r}"
             )
 
 

@@ -41,7 +41,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """The model with norms away from one and a few channels far out, biases away from zero."""
-    import transformers  # noqa: PLC0415
+    import transformers
 
     kind, sizes = CONFIGS[name]
     torch.manual_seed(sum(map(ord, name)))
@@ -85,7 +85,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 def plain_checkpoint(directory: Path, shards: int = 2, layers: int = 3, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Weights without a model, for what needs none: unknown to transformers, with tokenizer-like files beside it."""
-    import json  # noqa: PLC0415
+    import json
 
     directory.mkdir(parents=True)
     generator = torch.Generator().manual_seed(7)
@@ -114,7 +114,7 @@ def plain_checkpoint(directory: Path, shards: int = 2, layers: int = 3, dtype: t
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every byte of a result, but for the timings in its report and the page drawn from it."""
-    import json  # noqa: PLC0415
+    import json
 
     files = {}
     for path in sorted(directory.rglob("*")):

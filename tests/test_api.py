@@ -69,6 +69,8 @@ PUBLIC = [
     "dequantize",
     "dynamic_quantize",
     "fake_quantize",
+    "flow",
+    "load",
     "nn",
     "pack_int4",
     "parallel",

@@ -225,9 +225,15 @@ def test_a_float_zero_point_that_is_not_learned_is_an_error_where_nothing_learns
 
 
 def test_the_guarantee_of_a_learned_backward_says_that_sums_depend_on_their_order() -> None:
-    from baracuda.backends.registry import contract  # noqa: PLC0415
-    from baracuda.problem import Problem  # noqa: PLC0415
+    from baracuda.backends.registry import contract
+    from baracuda.problem import Problem
 
     problem = Problem(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, SHAPE, ElementKind.F32, ElementKind.S8, -128, 127)
     guarantee = contract(problem)
     assert guarantee.accumulator is ElementKind.F64 and not guarantee.matches_reference
+
+
+def test_quantizing_what_requires_grad_gives_integers_without_one() -> None:
+    x, scale = leaf(data()), leaf(torch.tensor(0.3))
+    q = baracuda.quantize(x, scale)
+    assert not q.requires_grad and torch.equal(q, baracuda.quantize(x.detach(), 0.3))

@@ -70,7 +70,7 @@ def test_a_real_browser_draws_the_page_and_fetches_nothing(out: Path, tmp_path: 
         timeout=120,
         check=True,
     )
-    from PIL import Image  # noqa: PLC0415
+    from PIL import Image
 
     colours = Image.open(shot).convert("RGB").getcolors(2**24)
     assert colours is not None and {(37, 99, 235), (245, 158, 11)} <= {colour for _, colour in colours}

@@ -115,6 +115,8 @@ class Block(nn.Module):
             return self.first(y), y
         if self.other == "sorted":
             return self.first(y) + y.sort(-1).values
+        if self.other == "transposed":
+            return self.first(y) + self.second(y.transpose(-1, -2))
         if self.other == "columns":
             return self.first(y) + self.second(y.flip(-1))
         return self.first(y) + self.second(y * 2)
@@ -122,12 +124,20 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize(
     ("other", "folded"),
-    [("fine", True), ("twice", False), ("in place", False), ("output", False), ("sorted", False), ("columns", False)],
+    [
+        ("fine", True),
+        ("twice", False),
+        ("in place", False),
+        ("output", False),
+        ("sorted", False),
+        ("columns", False),
+        ("transposed", False),
+    ],
 )
 def test_whatever_else_reads_the_norm_decides(other: str, folded: bool) -> None:
     torch.manual_seed(0)
     model = Block(other).eval()
-    record, outputs = trace(model, {"input_ids": torch.arange(6).view(2, 3)})
+    record, outputs = trace(model, {"input_ids": torch.arange(32).view(2, 16) % 16})
     folds = find_folds(record, outputs, {"first.weight"})
     assert bool(folds.folds) is folded
     assert ("first.weight" in folds.reasons) is not folded
@@ -148,8 +158,8 @@ def test_the_gate_names_the_layer_that_a_wrong_fold_moves() -> None:
 
 
 def test_a_norm_rounded_to_bf16_is_made_up_for_in_the_weights() -> None:
-    from baracuda.flow.folds import Producer  # noqa: PLC0415
-    from baracuda.flow.trace import Value  # noqa: PLC0415
+    from baracuda.flow.folds import Producer
+    from baracuda.flow.trace import Value
 
     weight = torch.rand(64).add(0.5).to(torch.bfloat16)
     producer = Producer("n", None, 64, Value(0, 0), "norm", offset=1.0)
@@ -188,7 +198,7 @@ def _static_errors(model: nn.Module, report: dict, tokens: Path, directory: Path
     maxima, rows = measure(model, folds, data, Team(), torch.device("cpu"), lambda *_: None, keep_rows=True)
     parameters = dict(model.named_parameters())
     alphas = {f"{layer['name']}.weight": layer["alpha"] for layer in report["layers"]}
-    from baracuda.flow.smooth import channel_maxima  # noqa: PLC0415
+    from baracuda.flow.smooth import channel_maxima
 
     errors = []
     for fold in folds.folds:
@@ -225,7 +235,7 @@ def test_texts_need_a_tokenizer_and_say_so(suffix: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
 def test_texts_become_blocks_of_tokens_for_models_that_predict_the_next_one(suffix: str, tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
-    import transformers  # noqa: PLC0415
+    import transformers
 
     words = {word: number for number, word in enumerate(["[UNK]", *(f"w{i}" for i in range(100))])}
     plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))

@@ -20,7 +20,7 @@ if INTERPRETER:
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     @pytest.mark.parametrize("cut", [4096, 2], ids=["whole segments", "segments in parts"])
     def test_interpreted_kernels_agree_with_the_reference(cut: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        from baracuda.backends.triton import learned  # noqa: PLC0415
+        from baracuda.backends.triton import learned
 
         monkeypatch.setattr(learned, "PROGRAMS", cut)
         monkeypatch.setattr(learned, "TILE", 64 if cut == 2 else 1024)

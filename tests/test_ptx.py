@@ -42,9 +42,9 @@ BACKWARD = (
 
 
 def ptx_of(step: object, forms: Sequence[str]) -> str:
-    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.backends.compiler import GPUTarget
 
-    from baracuda.backends.triton.launch import Step, compile_kernel  # noqa: PLC0415
+    from baracuda.backends.triton.launch import Step, compile_kernel
 
     assert isinstance(step, Step)
     target = GPUTarget("cuda", 90, 32)
@@ -60,7 +60,7 @@ def instructions(ptx: str) -> Counter[str]:
 def elementwise_ptx(
     op: QuantizeKind, scope: Scope, element: ElementKind, kind: ElementKind, arithmetic: Arithmetic
 ) -> str:
-    from baracuda.backends.triton.static import elementwise_step  # noqa: PLC0415
+    from baracuda.backends.triton.static import elementwise_step
 
     p = Problem(op, SHAPE, element, kind, kind.q_min, kind.q_max, scope, arithmetic=arithmetic)
     scale = POINTERS[element.math]
@@ -108,7 +108,7 @@ def test_the_reciprocal_arithmetic_contracts_nothing(element: ElementKind) -> No
 
 
 def test_a_division_costs_two_fused_steps_per_element() -> None:
-    from baracuda.backends.triton.static import elementwise_step  # noqa: PLC0415
+    from baracuda.backends.triton.static import elementwise_step
 
     p = Problem(QuantizeKind.QUANTIZE, SHAPE, ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
     step = elementwise_step(p, CPU)
@@ -126,7 +126,7 @@ def test_a_division_costs_two_fused_steps_per_element() -> None:
 def test_dynamic_kernels_are_exact(
     scope: Scope, element: ElementKind, mode: DynamicRangeMode, kind: ElementKind
 ) -> None:
-    from baracuda.backends.triton import dynamic, tune  # noqa: PLC0415
+    from baracuda.backends.triton import dynamic, tune
 
     low = -kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
     stored = element.math

@@ -34,6 +34,9 @@ def compute(
     watching = audience(*inputs)
     if watching == "nobody":
         return _direct(op, inputs, shape, key)
+    if watching == "autograd" and op is QuantizeKind.QUANTIZE:
+        with torch.no_grad():  # integers have no gradient to record
+            return _direct(op, inputs, shape, key)
     if watching == "autograd" and op in _FORMULAS:
         return (_Recorded.apply(op, shape, key, size, factor, *inputs),)  # type: ignore[no-untyped-call]
     return OPERATORS[op](inputs, key, size, factor)

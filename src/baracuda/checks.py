@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,10 +25,6 @@ class _Expected:
     output: bool
     optional: bool
     number: Callable[[Problem, object], None] | None
-
-
-#: The span of an operand without memory: it overlaps nothing.
-_NOWHERE = (0, 0)
 
 
 class Checker:
@@ -52,42 +49,24 @@ class Checker:
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
-        """A short loop for what nearly every call is: contiguous tensors and lawful numbers."""
-        device, problem = self.device, self.problem
-        spans: list[tuple[int, int]] = []
-        for value, (expected, dtypes, shape) in zip(operands, self.rules, strict=True):
-            if isinstance(value, Tensor):
-                if (
-                    value.dtype not in dtypes
-                    or value.shape != shape
-                    or value.device != device
-                    or value.layout is not torch.strided
-                ):
-                    self._reject_tensor(value, expected)
-                start = value.data_ptr()
-                if value.is_contiguous():
-                    spans.append((start, start + value.nbytes))
-                else:
+        contiguous = self.fit(operands)
+        if not contiguous:
+            for value, expected in zip(operands, self.expected, strict=True):
+                if isinstance(value, Tensor) and not value.is_contiguous():
                     self._check_strides(value, expected)
-                    spans.append((start, start + _extent(value)))
-            elif value is None and expected.optional:
-                spans.append(_NOWHERE)
-            elif value is not None and expected.number is not None:
-                expected.number(problem, value)
-                spans.append(_NOWHERE)
-            else:
-                raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
         for i in self.outputs:
-            start, end = spans[i]
-            for j, (other_start, other_end) in enumerate(spans):
-                if start < other_end and other_start < end and i != j:
-                    self._check_overlap(operands, i, j)
+            out = operands[i]
+            if out is None:
+                continue
+            start, end = _span(out, contiguous)
+            for j, other in enumerate(operands):
+                if i != j and isinstance(other, Tensor):
+                    other_start, other_end = _span(other, contiguous)
+                    if start < other_end and other_start < end:
+                        self._check_overlap(operands, i, j)
 
-    def inputs(self, operands: tuple[Value, ...]) -> bool:
-        """Check the inputs alone, their strides aside, and say whether all are contiguous.
-
-        For outputs nobody else has seen yet: fresh memory fits the problem and overlaps nothing.
-        """
+    def fit(self, operands: tuple[Value, ...]) -> bool:
+        """Raises for the first that does not fit the row, strides aside; says whether all tensors are contiguous."""
         device, contiguous = self.device, True
         for value, (expected, dtypes, shape) in zip(operands, self.rules, strict=False):
             if isinstance(value, Tensor):
@@ -97,7 +76,7 @@ class Checker:
                     or value.device != device
                     or value.layout is not torch.strided
                 ):
-                    self._reject_tensor(value, expected)
+                    self._require_tensor(value, expected)
                 if contiguous and not value.is_contiguous():
                     contiguous = False
             elif value is None and expected.optional:
@@ -111,7 +90,7 @@ class Checker:
     def _where(self, expected: _Expected) -> str:
         return f"{self.problem.op.value}: {expected.name}"
 
-    def _reject_tensor(self, value: Tensor, expected: _Expected) -> None:
+    def _require_tensor(self, value: Tensor, expected: _Expected) -> None:
         where = self._where(expected)
         if value.dtype not in expected.dtypes:
             raise InvalidProblem(f"{where}: expected {_describe(expected)}, got {value.dtype}; convert it with .to()")
@@ -119,7 +98,8 @@ class Checker:
             raise InvalidProblem(f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}")
         if value.device != self.device:
             raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it")
-        raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
+        if value.layout is not torch.strided:
+            raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
 
     def _check_strides(self, value: Tensor, expected: _Expected) -> None:
         if expected.output:
@@ -146,13 +126,7 @@ class Checker:
         expected = self.expected[i] if shape is None else replace(self.expected[i], shape=shape)
         if not isinstance(value, Tensor):
             raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {type(value).__name__}")
-        if (
-            value.dtype not in expected.dtypes
-            or value.shape != expected.shape
-            or value.device != self.device
-            or value.layout is not torch.strided
-        ):
-            self._reject_tensor(value, expected)
+        self._require_tensor(value, expected)
         self._check_own_memory(value, expected)
 
     def _check_overlap(self, operands: tuple[Value, ...], i: int, j: int) -> None:
@@ -194,12 +168,13 @@ def row_stride(value: Tensor) -> int | None:
     return shape[-1] if expected is None else row
 
 
-def _extent(value: Tensor) -> int:
-    """The bytes from the first element to behind the last."""
-    if value.numel() == 0:
-        return 0
+def _span(value: Any, contiguous: bool) -> tuple[int, int]:
+    """The addresses from the first element to behind the last."""
+    start: int = value.data_ptr()
+    if contiguous or value.numel() == 0:
+        return start, start + value.nbytes
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
+    return start, start + (last + 1) * value.element_size()
 
 
 def _describe(expected: _Expected) -> str:

@@ -90,7 +90,7 @@ def quantize(
 ) -> None:
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
     with _errors():
-        from .flow import quantize_checkpoint  # noqa: PLC0415
+        from .flow import quantize_checkpoint
 
         with _bars() as progress:
             content = quantize_checkpoint(
@@ -119,7 +119,7 @@ def verify(
     against: Annotated[Path | None, typer.Option(help="The checkpoint it was made from.")] = None,
 ) -> None:
     """Check every tensor, scale and setting a server relies on; exits with 1 when something is wrong."""
-    from .flow import verify as check  # noqa: PLC0415
+    from .flow import verify as check
 
     with _errors():
         findings = check(out, against)
@@ -135,7 +135,7 @@ def verify(
 @app.command()
 def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")]) -> None:
     """Draw the report's page again from its numbers."""
-    from .flow import report as rebuild  # noqa: PLC0415
+    from .flow import report as rebuild
 
     with _errors():
         console.print(f"{rebuild(out)}", highlight=False, soft_wrap=True)

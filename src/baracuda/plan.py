@@ -88,7 +88,7 @@ class SelectedPlan:
 
     def compute(self, inputs: tuple[Value, ...]) -> tuple[Any, ...]:
         """Check the inputs and run into fresh outputs; inputs whose strides the kernel does not take are copied."""
-        if not self._check.inputs(inputs):
+        if not self._check.fit(inputs):
             inputs = self.arrange(inputs)
         outputs = self.allocate_outputs()
         self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)

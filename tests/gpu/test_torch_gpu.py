@@ -73,7 +73,7 @@ def test_fake_quantize_trains_with_the_gradients_of_the_cpu(strategy: Any, scope
     results = []
     for device in ("cpu", DEVICE):
         module = FakeQuantize(strategy, scope, scope.scale_shape((16, 64)), mode="asymmetric").to(device)
-        leaf = x.to(device).requires_grad_()
+        leaf = x.clone().to(device).requires_grad_()
         y = module(leaf)
         y.backward(dy.to(device))
         results.append([y.detach().cpu(), leaf.grad.cpu(), *(p.grad.cpu() for p in module.parameters())])

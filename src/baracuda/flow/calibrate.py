@@ -89,10 +89,11 @@ class Observer:
         maxima: dict[str, Tensor] = {}
         rows: dict[str, Tensor] = {}
         for group in self.groups:
-            everyone = [part for part in team.gather(self.maxima.get(group[0])) if part is not None]
+            mine = self.maxima.get(group[0])
+            everyone = [part for part in team.gather(None if mine is None else mine.cpu()) if part is not None]
             if not everyone:
                 continue
-            largest = torch.stack([part.cpu() for part in everyone]).amax(0)
+            largest = torch.stack(everyone).amax(0)
             if not bool(torch.isfinite(largest).all()):
                 raise FlowError(f"calibration: the input of {group[0]} holds NaN or infinite values")
             kept: dict[int, Tensor] = {}
@@ -157,7 +158,7 @@ def _read_tokens(path: Path) -> list[Tensor]:
 
 
 def _tokenizer(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer  # noqa: PLC0415
+    from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)

@@ -118,7 +118,7 @@ class Run:
         # The notes are renamed last: their presence says that both files are whole.
         if self.team.gather(notes.exists())[0]:
             return Preparation.load(tensors, notes)
-        from .prepare import prepare  # noqa: PLC0415  (needs transformers)
+        from .prepare import prepare  # needs transformers
 
         made = prepare(self.source, self.structure, self.scheme, self.options, self.calibration, self.team, self.device,
                        self.progress)  # fmt: skip
@@ -141,19 +141,25 @@ class Run:
 
     def _convert(self, plans: dict[str, list[Entry]], preparation: Preparation) -> None:
         """Whole shards to each rank, or, with more ranks than shards, the tensors of each shard to all of them."""
-        total = self.source.nbytes
         missing = [name for name in plans if not self.team.gather(self.journal.finished(name))[0]]
-        for name in plans:
-            if name not in missing:
-                size = sum(entry.nbytes for entry in self.source.shards[name].entries.values())
-                self.progress("quantize", size, total, name)
         split = len(plans) < self.team.size
         mine = self.team.share({name: self.source.shards[name].path.stat().st_size for name in missing})
-        for name in missing if split else sorted(mine):
-            self._convert_shard(name, plans[name], preparation, self.team if split else Team())
+        workers = self.team if split else Team()
+        work = {name: self._share(name, workers) for name in (missing if split else sorted(mine))}
+        total = sum(entry.nbytes for entries in work.values() for entry in entries)
+        for name, entries in work.items():
+            self._convert_shard(name, plans[name], entries, preparation, workers, total)
 
-    def _convert_shard(self, name: str, plan: list[Entry], preparation: Preparation, workers: Team) -> None:
-        source, total = self.source.shards[name], self.source.nbytes
+    def _share(self, shard: str, workers: Team) -> list[Entry]:
+        """The tensors of a shard that are this rank's, in the order they lie in the file."""
+        entries = self.source.shards[shard].entries
+        mine = set(workers.share({name: entry.nbytes for name, entry in entries.items()}))
+        return sorted((entry for name, entry in entries.items() if name in mine), key=lambda entry: entry.start)
+
+    def _convert_shard(
+        self, name: str, plan: list[Entry], mine: list[Entry], preparation: Preparation, workers: Team, total: int
+    ) -> None:
+        source = self.source.shards[name]
         temporary = self.journal.temporary(name)
         if workers.leads:
             writer = TensorFileWriter(temporary, plan, {"format": "pt"})
@@ -169,10 +175,8 @@ class Run:
             self.device,
             lambda tensor, count: self.progress("quantize", count, total, tensor),
         )
-        mine = set(workers.share({tensor: entry.nbytes for tensor, entry in source.entries.items()}))
-        order = sorted((e for e in source.entries.values() if e.name in mine), key=lambda e: e.start)
         try:
-            statistics = job.run([entry.name for entry in order])
+            statistics = job.run([entry.name for entry in mine])
         except BaseException:
             writer.abandon()
             raise
@@ -209,7 +213,7 @@ class Run:
             statistics |= read_json(self.journal.statistics(shard))
         content = reports.collect(self, statistics, preparation.notes, seconds)
         if self.evaluation is not None:
-            from .evaluate import evaluate  # noqa: PLC0415  (needs transformers)
+            from .evaluate import evaluate  # needs transformers
 
             folded = preparation.notes.get("folded", [])
             scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)

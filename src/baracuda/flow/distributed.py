@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 
 class Team:
@@ -35,13 +34,6 @@ class Team:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return gathered
-
-    def maximum(self, value: Tensor) -> Tensor:
-        if self.size > 1:
-            host = value.cpu()
-            dist.all_reduce(host, op=dist.ReduceOp.MAX)
-            return host.to(value.device)
-        return value
 
     def share(self, sizes: dict[str, int]) -> list[str]:
         """The names that are this rank's, the largest dealt first to the rank with the least."""

@@ -40,7 +40,7 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
 
 def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
     """An empty module of the checkpoint's shape for a float one, where its weights are about to be loaded."""
-    from ..nn import QuantizedLinear, SmoothQuantLinear  # noqa: PLC0415
+    from ..nn import QuantizedLinear, SmoothQuantLinear
 
     n, k, bias, device = linear.out_features, linear.in_features, linear.bias is not None, linear.weight.device
     if scheme.packed:
@@ -51,7 +51,7 @@ def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> n
 
 def _transformers() -> Any:
     try:
-        import transformers  # noqa: PLC0415
+        import transformers
     except ImportError:
         raise FlowError("baracuda.load builds transformers models: pip install 'baracuda[flow]'") from None
     return transformers
@@ -60,9 +60,9 @@ def _transformers() -> Any:
 @cache
 def _register() -> None:
     """Tell transformers how to load what baracuda runs: a quantizer that puts our modules where the config says."""
-    from transformers.quantizers import HfQuantizer  # noqa: PLC0415
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer  # noqa: PLC0415
-    from transformers.utils.quantization_config import QuantizationConfigMixin  # noqa: PLC0415
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
 
     class Config(QuantizationConfigMixin):  # type: ignore[misc]
         def __init__(self, compressed_tensors: dict[str, Any] | None = None, **_: Any) -> None:

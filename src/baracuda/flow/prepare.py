@@ -29,7 +29,7 @@ TRACE_SHAPE = (2, 11)
 def float_model(directory: Path, device: torch.device) -> nn.Module:
     """The checkpoint as transformers loads it, from safetensors only."""
     try:
-        import transformers  # noqa: PLC0415
+        import transformers
     except ImportError:
         raise FlowError("calibration runs the model: pip install 'baracuda[flow]' for transformers") from None
     with quiet():
@@ -170,7 +170,7 @@ def _fits_in_f32(model: nn.Module) -> bool:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return needed < free * 0.8
-    import os  # noqa: PLC0415
+    import os
 
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
 

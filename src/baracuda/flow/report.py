@@ -79,7 +79,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
-    from .page import page  # noqa: PLC0415  (plots are drawn only where a report is)
+    from .page import page  # drawn only where a report is
 
     journal.write_bytes(out / HTML, page(content).encode())
     journal.write_json(out / JSON, content)
@@ -87,7 +87,7 @@ def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
 
 def rebuild(out: str | Path) -> Path:
     """Draw the page again from the report's JSON."""
-    from .page import page  # noqa: PLC0415
+    from .page import page
 
     out = Path(out)
     if not (out / JSON).exists():

@@ -118,7 +118,7 @@ def matches(pattern: str, name: str) -> bool:
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers without its own bars and notices: this program draws its own."""
-    from transformers.utils import logging  # noqa: PLC0415
+    from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
@@ -133,7 +133,7 @@ def quiet() -> Iterator[None]:
 
 def model_class(config: Any) -> Any:
     """The transformers class a config names, or None."""
-    import transformers  # noqa: PLC0415
+    import transformers
 
     architectures = getattr(config, "architectures", None) or []
     return getattr(transformers, architectures[0], None) if architectures else None
@@ -142,7 +142,7 @@ def model_class(config: Any) -> Any:
 def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
     """The model on the meta device: its structure without its weights; None with the reason where there is none."""
     try:
-        import transformers  # noqa: PLC0415
+        import transformers
     except ImportError:
         return None, "transformers is not installed"
     kind = config.get("model_type")

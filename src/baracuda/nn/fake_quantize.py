@@ -27,8 +27,8 @@ class FakeQuantize(nn.Module):
     - "learned": training. `scale` is a parameter (LSQ), and so is `zero_point` when asymmetric. The first batch
       initialises them; `grad_factor` defaults to LSQ's 1/sqrt(elements of a segment * q_max).
 
-    `scale_dtype` is the type dynamic scales are rounded to, where it is not that of `choose_qparams`.
-    Static and learned scales are f32 and have the fixed shape `scale_shape`, that of the scope's scales for the inputs to come.
+    Static and learned scales are f32 and have the fixed shape `scale_shape`, that of the scope's scales for the inputs
+    to come. `scale_dtype` is the type dynamic scales are rounded to, where it is not that of `choose_qparams`.
     """
 
     scale: Tensor

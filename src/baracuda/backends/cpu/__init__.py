@@ -25,25 +25,25 @@ def _arch(device: torch.device) -> str:
 
 
 def _bind(problem: Problem, device: torch.device) -> Launch:
-    from . import elementwise  # noqa: PLC0415 - needs the compiled module
+    from . import elementwise  # needs the compiled module
 
     return elementwise.bind(problem)
 
 
 def _workspace(problem: Problem, device: torch.device) -> int:
-    from . import elementwise  # noqa: PLC0415
+    from . import elementwise
 
     return elementwise.workspace(problem)
 
 
 def _bind_linear(problem: Problem, device: torch.device) -> Launch:
-    from . import linear  # noqa: PLC0415
+    from . import linear
 
     return linear.Bound(problem)
 
 
 def _linear_workspace(problem: Problem, device: torch.device) -> int:
-    from . import linear  # noqa: PLC0415
+    from . import linear
 
     return linear.Layout(problem).size
 

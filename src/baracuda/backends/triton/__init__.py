@@ -44,31 +44,31 @@ def arch(device: torch.device) -> str:
 
 
 def _bind_elementwise(problem: Problem, device: torch.device) -> Launch:
-    from .static import elementwise  # noqa: PLC0415
+    from .static import elementwise
 
     return elementwise(problem, device)
 
 
 def _bind_dynamic(problem: Problem, device: torch.device) -> Launch:
-    from .dynamic import dynamic  # noqa: PLC0415
+    from .dynamic import dynamic
 
     return dynamic(problem, device)
 
 
 def _dynamic_workspace(problem: Problem, device: torch.device) -> int:
-    from .dynamic import workspace  # noqa: PLC0415
+    from .dynamic import workspace
 
     return workspace(problem, device)
 
 
 def _bind_learned(problem: Problem, device: torch.device) -> Launch:
-    from .learned import learned  # noqa: PLC0415
+    from .learned import learned
 
     return learned(problem, device)
 
 
 def _learned_workspace(problem: Problem, device: torch.device) -> int:
-    from .learned import workspace  # noqa: PLC0415
+    from .learned import workspace
 
     return workspace(problem, device)
 
