@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends.registry import Strides, Value
 from .errors import InvalidProblem
-from .problem import OPS, Problem, needed
+from .problem import OPS, Numbers, Problem, needed
 from .scope import Shape
 
 
@@ -24,7 +22,11 @@ class _Expected:
     shape: Shape
     output: bool
     optional: bool
-    number: Callable[[Problem, object], None] | None
+    number: Numbers | None
+
+
+#: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
+_NO_MEMORY = (float, int, type(None))
 
 
 class Checker:
@@ -41,11 +43,15 @@ class Checker:
                 operand.shape(problem),
                 operand.output,
                 not needed(problem, operand),
-                operand.number,
+                operand.number(problem) if operand.number is not None else None,
             )
             for operand in row.operands
         )
-        self.rules = tuple((expected, expected.dtypes, expected.shape) for expected in self.expected)
+        #: What the loop of every run asks for first, laid out for it.
+        self.rules = tuple(
+            (e, e.dtypes, e.shape, *((e.number.kind, e.number.low, e.number.high) if e.number else (None, 0, 0)))
+            for e in self.expected
+        )
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
@@ -56,19 +62,15 @@ class Checker:
                     self._check_strides(value, expected)
         for i in self.outputs:
             out = operands[i]
-            if out is None:
-                continue
-            start, end = _span(out, contiguous)
-            for j, other in enumerate(operands):
-                if i != j and isinstance(other, Tensor):
-                    other_start, other_end = _span(other, contiguous)
-                    if start < other_end and other_start < end:
-                        self._check_overlap(operands, i, j)
+            if isinstance(out, Tensor):
+                self._check_overlap(operands, i, out, contiguous)
 
     def fit(self, operands: tuple[Value, ...]) -> bool:
         """Raises for the first that does not fit the row, strides aside; says whether all tensors are contiguous."""
         device, contiguous = self.device, True
-        for value, (expected, dtypes, shape) in zip(operands, self.rules, strict=False):
+        for value, (expected, dtypes, shape, number, low, high) in zip(operands, self.rules, strict=False):
+            if type(value) is number and low < value < high:
+                continue
             if isinstance(value, Tensor):
                 if (
                     value.dtype not in dtypes
@@ -82,7 +84,7 @@ class Checker:
             elif value is None and expected.optional:
                 continue
             elif value is not None and expected.number is not None:
-                expected.number(self.problem, value)
+                expected.number.require(expected.name, value)
             else:
                 raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
         return contiguous
@@ -129,15 +131,22 @@ class Checker:
         self._require_tensor(value, expected)
         self._check_own_memory(value, expected)
 
-    def _check_overlap(self, operands: tuple[Value, ...], i: int, j: int) -> None:
+    def _check_overlap(self, operands: tuple[Value, ...], i: int, out: Tensor, contiguous: bool) -> None:
         """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
-        out, other = operands[i], operands[j]
-        assert isinstance(out, Tensor) and isinstance(other, Tensor)
-        same = out.data_ptr() == other.data_ptr() and out.dtype == other.dtype and out.stride() == other.stride()
-        if not (same and self.elementwise):
-            raise InvalidProblem(
-                f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; give it memory of its own"
-            )
+        start = out.data_ptr()
+        end = start + (out.nbytes if contiguous else _extent(out))
+        for j, other in enumerate(operands):
+            if i == j or type(other) in _NO_MEMORY or not isinstance(other, Tensor):
+                continue
+            other_start = other.data_ptr()
+            if other_start >= end or start >= other_start + (other.nbytes if contiguous else _extent(other)):
+                continue
+            same = other_start == start and other.dtype == out.dtype and other.stride() == out.stride()
+            if not (same and self.elementwise):
+                raise InvalidProblem(
+                    f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; "
+                    "give it memory of its own"
+                )
 
 
 def overlaps_itself(value: Tensor) -> bool:
@@ -168,13 +177,12 @@ def row_stride(value: Tensor) -> int | None:
     return shape[-1] if expected is None else row
 
 
-def _span(value: Any, contiguous: bool) -> tuple[int, int]:
-    """The addresses from the first element to behind the last."""
-    start: int = value.data_ptr()
-    if contiguous or value.numel() == 0:
-        return start, start + value.nbytes
+def _extent(value: Tensor) -> int:
+    """The bytes from the first element to behind the last."""
+    if value.numel() == 0:
+        return 0
     last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return start, start + (last + 1) * value.element_size()
+    return (last + 1) * value.element_size()
 
 
 def _describe(expected: _Expected) -> str:

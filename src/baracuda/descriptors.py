@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .errors import InvalidProblem
-from .problem import Problem, fake_storage, require_activation_zero_point, require_scale, scale_elements
+from .problem import Problem, activation_zero_point_numbers, fake_storage, scale_elements, scale_numbers
 from .scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
 from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
@@ -241,8 +241,8 @@ class SmoothQuantLinearDescriptor:
             ElementKind.of(self.weight_element),
             symmetric=self.act_zero_point == 0,
         )
-        require_scale(problem, self.act_scale)
-        require_activation_zero_point(problem, self.act_zero_point)
+        scale_numbers(problem).require("act_scale", self.act_scale)
+        activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
         return problem
 
 

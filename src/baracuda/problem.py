@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import cast
 
 from .errors import InvalidProblem, Unsupported
 from .scope import PerTensor, PerToken, Scope, Shape, View
@@ -128,6 +129,25 @@ def _require_element(what: str, kind: ElementKind, accepted: tuple[ElementKind, 
 Kinds = tuple[ElementKind, ...]
 
 
+#: The built-in type first: it is answered without asking the abstract one.
+_REALS, _INTEGRALS = (float, Real), (int, Integral)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The Python numbers that may stand for a tensor, the same for every segment: those between `low` and `high`."""
+
+    low: float
+    high: float
+    kind: type[float] | type[int]
+    expected: str
+
+    def require(self, name: str, value: object) -> None:
+        kinds = _INTEGRALS if self.kind is int else _REALS
+        if not isinstance(value, kinds) or isinstance(value, bool) or not self.low < cast(float, value) < self.high:
+            raise InvalidProblem(f"{name}: expected {self.expected}, or a tensor, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Operand:
     """One tensor of an operation. `elements` lists what is accepted; the first is what baracuda allocates."""
@@ -138,8 +158,8 @@ class Operand:
     output: bool = False
     #: Whether it may be None.
     optional: bool = False
-    #: Set where a Python number may stand for the tensor, the same for every segment: raises on an unlawful one.
-    number: Callable[[Problem, object], None] | None = None
+    #: Set where a Python number may stand for the tensor.
+    number: Callable[[Problem], Numbers] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,43 +235,34 @@ def _n(p: Problem) -> Shape:
     return p.shape[1:2]
 
 
-#: The open interval of numbers that round to a finite, non-zero value of the math type.
+#: Between these a number rounds to a finite, non-zero value of the math type.
 _SCALE_LIMITS = {ElementKind.F32: (2.0**-150, 2.0**128 - 2.0**103), ElementKind.F64: (0.0, float("inf"))}
 
 
-#: The built-in type first: it is answered without asking the abstract one.
-_REALS, _INTEGRALS = (float, Real), (int, Integral)
+def scale_numbers(p: Problem) -> Numbers:
+    return Numbers(*_SCALE_LIMITS[p.element.math], float, f"a number that is finite and > 0 in {p.element.math.value}")
 
 
-def require_scale(p: Problem, value: object) -> None:
-    low, high = _SCALE_LIMITS[p.element.math]
-    if not isinstance(value, _REALS) or isinstance(value, bool) or not low < float(value) < high:
-        raise InvalidProblem(
-            f"scale: expected a number that is finite and > 0 in {p.element.math.value}, or a tensor, got {value!r}"
-        )
+def _integers(low: int, high: int) -> Numbers:
+    return Numbers(low - 1, high + 1, int, f"an integer in [{low}, {high}]")
 
 
-def require_zero_point(p: Problem, value: object) -> None:
-    _require_integer("zero_point", value, -MAX_ZERO_POINT, MAX_ZERO_POINT)
+def zero_point_numbers(p: Problem) -> Numbers:
+    return _integers(-MAX_ZERO_POINT, MAX_ZERO_POINT)
 
 
-def require_activation_zero_point(p: Problem, value: object) -> None:
-    _require_integer("act_zero_point", value, p.quantized.q_min, p.quantized.q_max)
+def activation_zero_point_numbers(p: Problem) -> Numbers:
+    return _integers(p.quantized.q_min, p.quantized.q_max)
 
 
-def _require_integer(name: str, value: object, low: int, high: int) -> None:
-    if not isinstance(value, _INTEGRALS) or isinstance(value, bool) or not low <= int(value) <= high:
-        raise InvalidProblem(f"{name}: expected an integer in [{low}, {high}], or an int32 tensor, got {value!r}")
-
-
-_SCALE = Operand("scale", _static_scale, _segments, number=require_scale)
-_ZERO_POINT = Operand("zero_point", _int32, _segments, optional=True, number=require_zero_point)
+_SCALE = Operand("scale", _static_scale, _segments, number=scale_numbers)
+_ZERO_POINT = Operand("zero_point", _int32, _segments, optional=True, number=zero_point_numbers)
 _SCALE_OUT = Operand("scale_out", _stored_scale, _segments, output=True)
 _ZERO_POINT_OUT = Operand("zero_point_out", _int32, _segments, output=True, optional=True)
 _INPUT = Operand("input", _float, _whole)
 _WEIGHTS = (
     Operand("weight_q", lambda p: (p.weight,), _n_k),
-    Operand("weight_scale", _static_scale, _n, number=require_scale),
+    Operand("weight_scale", _static_scale, _n, number=scale_numbers),
     Operand("bias", _static_scale, _n, optional=True),
     Operand("weight_sum", _int32, _n, optional=True),
 )
@@ -315,8 +326,8 @@ OPS: dict[QuantizeKind, OpRow] = {
     QuantizeKind.SMOOTHQUANT_LINEAR: OpRow(
         (
             Operand("act_q", _quantized, _m_k),
-            Operand("act_scale", _static_scale, lambda p: (), number=require_scale),
-            Operand("act_zero_point", _int32, lambda p: (), optional=True, number=require_activation_zero_point),
+            Operand("act_scale", _static_scale, lambda p: (), number=scale_numbers),
+            Operand("act_zero_point", _int32, lambda p: (), optional=True, number=activation_zero_point_numbers),
             *_WEIGHTS,
             _LINEAR_OUT,
         ),

@@ -21,7 +21,7 @@ def _declines(problem: Problem, device: torch.device) -> str | None:
 
 
 def _arch(device: torch.device) -> str:
-    return _cpu.isa()
+    return "not built" if MISSING else _cpu.isa()
 
 
 def _bind(problem: Problem, device: torch.device) -> Launch:
@@ -66,7 +66,7 @@ KERNELS = (
     Kernel(
         name="vectors",
         backend=BackendKind.CPU,
-        ops=_ELEMENTWISE - {QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD},
+        ops=_ELEMENTWISE,
         declines=_declines,
         bind=_bind,
         workspace=_workspace,
