@@ -35,6 +35,18 @@ inline uint16_t to_bf16(float x) {
     return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+// A stored bf16 where a loop expects a float: it is widened and narrowed in a register. What is assigned must be
+// canonical already.
+struct Bf16 {
+    uint16_t h;
+    operator float() const { return from_bf16(h); }
+    Bf16& operator=(float x) {
+        uint32_t u = bits<uint32_t>(x);
+        h = uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+        return *this;
+    }
+};
+
 // Exact, subnormals included: the exponent is moved by a multiplication with a power of two.
 inline float from_f16(uint16_t h) {
     uint32_t magnitude = uint32_t(h & 0x7fff) << 13;

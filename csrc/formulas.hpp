@@ -8,7 +8,7 @@ namespace baracuda {
 namespace {
 
 // How x meets its scale.
-enum Division { DIVIDE, RECIPROCAL };
+enum Division { DIVIDE, RECIPROCAL, CORRECTED };
 
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool HAS_FMA = true;
@@ -63,11 +63,34 @@ struct Each {
     int32_t zero_point(int64_t i) const { return zp[i]; }
 };
 
+// One zero point for all: fewer loads.
+template <class M>
+struct EachScale : Each<M> {
+    int32_t only;
+    int32_t zero_point(int64_t) const { return only; }
+};
+
+// Without a division. x is clamped where the quotient would be: low * scale, rounded, still divides to low while that is
+// small. Then the quotient x * r gets one Newton step, which makes it round to the same integer as the division; nothing
+// that decides can underflow or overflow where this is possible.
+template <class M>
+inline M corrected(M x, M s, M r, M low, M high) {
+    x = x > low ? x : low;
+    x = x < high ? x : high;
+    M q = x * r;
+    return fused(fused(-q, s, x), r, q);
+}
+
+inline bool correctable(float s, int32_t zp) {
+    return (s >= 0x1p-100f) & (s <= 0x1p100f) & (zp > -(1 << 21)) & (zp < 1 << 21);
+}
+
 // Clamped before it is rounded: the bounds are integers, so the order does not matter. NaN fails both comparisons
 // of the first line and takes the lower bound.
 template <int D, class M, class P>
 inline M steps(M x, const P& p, int64_t i, int q_min, int q_max) {
     M low = M(q_min - p.zero_point(i)), high = M(q_max - p.zero_point(i));
+    if (D == CORRECTED) return rounded(corrected(x, p.scale(i), p.inverse(i), low * p.scale(i), high * p.scale(i)));
     M t = divide<D>(x, p.scale(i), p.inverse(i));
     t = t > low ? t : low;
     t = t < high ? t : high;
@@ -86,34 +109,26 @@ inline bool in_range(M x, const P& p, int64_t i, int q_min, int q_max) {
 // Adding and subtracting it rounds what is below 2**22 in magnitude; its lowest byte is 0.
 constexpr float ROUNDER = 0x1.8p23f;
 
-// One scale and one range for a run. x is clamped where the quotient would be: low * scale, rounded, still divides to
-// low while that is small. Then the quotient x * r gets one Newton step, which makes it round to the same integer as the
-// division; nothing that decides can underflow or overflow between these bounds of the scale.
+// One scale and one range for a run.
 struct Corrected {
     float s, r, low, high;
     int32_t zp;
 
-    static bool possible(float s, int32_t zp) {
-        return HAS_FMA && s >= 0x1p-100f && s <= 0x1p100f && zp > -(1 << 21) && zp < 1 << 21;
-    }
     Corrected(const One<float>& one, int q_min, int q_max)
         : s(one.s), r(one.r), low(float(q_min - one.zp) * s), high(float(q_max - one.zp) * s), zp(one.zp) {}
 
-    float with_rounder(float x) const {
-        x = x > low ? x : low;
-        x = x < high ? x : high;
-        float q = x * r;
-        return fused(fused(-q, s, x), r, q) + ROUNDER;
-    }
+    float with_rounder(float x) const { return corrected(x, s, r, low, high) + ROUNDER; }
 };
 
-inline void quantize_corrected(const float* x, uint8_t* q, int64_t n, const Corrected c) {
+template <class X>
+inline void quantize_corrected(const X* x, uint8_t* q, int64_t n, const Corrected c) {
     const uint32_t zp = uint32_t(c.zp);
     IVDEP for (int64_t i = 0; i < n; ++i) q[i] = uint8_t(bits<uint32_t>(c.with_rounder(x[i])) + zp);
 }
 
 // The difference is never -0, and the product never NaN.
-inline void fake_quantize_corrected(const float* x, float* y, int64_t n, const Corrected c) {
+template <class X>
+inline void fake_quantize_corrected(const X* x, X* y, int64_t n, const Corrected c) {
     IVDEP for (int64_t i = 0; i < n; ++i) y[i] = (c.with_rounder(x[i]) - ROUNDER) * c.s;
 }
 
@@ -144,36 +159,36 @@ struct Passes {
     bool operator()(M x) const { return (low <= x) & (x <= high); }
 };
 
-template <class M>
-inline void backward(bool divides, const M* x, const M* dy, M* y, int64_t n, const One<M> one, const Passes<M> passes) {
+template <class M, class X>
+inline void backward(bool divides, const X* x, const X* dy, X* y, int64_t n, const One<M> one, const Passes<M> passes) {
     if (divides) {
         IVDEP for (int64_t i = 0; i < n; ++i) {
             M g = dy[i] / one.s;
             y[i] = canonical(passes(x[i]) ? g : M(0));
         }
     } else {
-        IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(passes(x[i]) ? dy[i] : M(0));
+        IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(passes(x[i]) ? M(dy[i]) : M(0));
     }
 }
 
 // -- a tile ------------------------------------------------------------------------------------------------------
 
-// The buffers of one tile: floats in the math type, integers one a byte. An output may be one of the inputs.
-template <class M>
+// The buffers of one tile: floats in the math type or as stored, integers one a byte. An output may be one of the inputs.
+template <class X>
 struct Span {
-    const M *x, *dy;
+    const X *x, *dy;
     const uint8_t* q;
-    M* y;
+    X* y;
     uint8_t* q_out;
     int64_t n;
 };
 
-template <int D, class M, class P>
-inline void apply(const Problem& problem, const Span<M>& span, P p) {
+template <int D, class M, class X, class P>
+inline void apply(const Problem& problem, const Span<X>& span, P p) {
     const int q_min = problem.q_min, q_max = problem.q_max;
-    const M *x = span.x, *dy = span.dy;
+    const X *x = span.x, *dy = span.dy;
     const uint8_t* q = span.q;
-    M* y = span.y;
+    X* y = span.y;
     uint8_t* q_out = span.q_out;
     const int64_t n = span.n;
     switch (problem.op) {
@@ -188,24 +203,24 @@ inline void apply(const Problem& problem, const Span<M>& span, P p) {
             break;
         case FAKE_QUANTIZE:  // adding 0 turns -0 into 0
             IVDEP for (int64_t i = 0; i < n; ++i)
-                y[i] = canonical((steps<D>(x[i], p, i, q_min, q_max) + M(0)) * p.scale(i));
+                y[i] = canonical((steps<D, M>(x[i], p, i, q_min, q_max) + M(0)) * p.scale(i));
             break;
         case QUANTIZE_BACKWARD:
             IVDEP for (int64_t i = 0; i < n; ++i) {
-                M g = divide<D>(dy[i], p.scale(i), p.inverse(i));
-                y[i] = canonical(in_range<D>(x[i], p, i, q_min, q_max) ? g : M(0));
+                M g = divide<D, M>(dy[i], p.scale(i), p.inverse(i));
+                y[i] = canonical(in_range<D, M>(x[i], p, i, q_min, q_max) ? g : M(0));
             }
             break;
         case DEQUANTIZE_BACKWARD:
-            IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(dy[i] * p.scale(i));
+            IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(M(dy[i]) * p.scale(i));
             break;
         case FAKE_QUANTIZE_BACKWARD:
             IVDEP for (int64_t i = 0; i < n; ++i)
-                y[i] = canonical(in_range<D>(x[i], p, i, q_min, q_max) ? dy[i] : M(0));
+                y[i] = canonical(in_range<D, M>(x[i], p, i, q_min, q_max) ? M(dy[i]) : M(0));
             break;
         default:  // QUANTIZE, and the second half of DYNAMIC_QUANTIZE
             IVDEP for (int64_t i = 0; i < n; ++i)
-                q_out[i] = uint8_t(int32_t(steps<D>(x[i], p, i, q_min, q_max)) + p.zero_point(i));
+                q_out[i] = uint8_t(int32_t(steps<D, M>(x[i], p, i, q_min, q_max)) + p.zero_point(i));
     }
 }
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -21,7 +22,7 @@ from rich.table import Column, Table
 from . import __version__, demo
 from .backends.registry import BACKENDS, kernels
 from .errors import BaracudaError
-from .matrix import Cell, cells
+from .matrix import SCOPES, Cell, cells
 from .plan import resolve_device
 from .types import BackendKind
 
@@ -226,12 +227,22 @@ def _matrix(asked: list[Cell], device: torch.device) -> tuple[Table, list[str], 
     rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (op, scope), group in groups.items():
         rows[op, *_elements(group), *(_answer(group, backend, reasons) for backend in BACKENDS)].append(scope)
-    backends = [f"{backend.value}\n[dim]{kernels(backend)[0].arch(device)}[/]" for backend in BACKENDS]
-    operation = Column("operation", no_wrap=True)
-    table = Table(operation, "scopes", "floats", "integers", *backends, title="Who computes what, fastest first")
-    for (op, *columns), scopes in rows.items():
-        table.add_row(op, " ".join(scopes), *columns)
+    columns = [
+        Column("operation", no_wrap=True),
+        "scopes",
+        Column("floats", max_width=8),
+        Column("integers", max_width=8),
+    ]
+    backends = [Column(_heading(backend, asked, device), no_wrap=True) for backend in BACKENDS]
+    table = Table(*columns, *backends, title="Who computes what, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for (op, *answers), scopes in rows.items():
+        table.add_row(op, "every" if len(scopes) == len(SCOPES) else " ".join(scopes), *answers)
     return table, list(reasons), sum(not cell.served for cell in asked)
+
+
+def _heading(backend: BackendKind, asked: list[Cell], device: torch.device) -> str:
+    serves = any(cell.answers.get(backend, "") is None for cell in asked)
+    return f"{backend.value}\n[dim]{kernels(backend)[0].arch(device) if serves else '-'}[/]"
 
 
 def _answer(group: list[Cell], backend: BackendKind, reasons: dict[str, int]) -> str:

@@ -46,7 +46,10 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: Path) -> Checkpoint:
         if not directory.is_dir():
-            raise CheckpointError("unreadable", f"{directory}: expected a model directory")
+            raise CheckpointError(
+                "unreadable",
+                f"{directory}: expected a Hugging Face model directory, with config.json and safetensors files; it is not there",
+            )
         config = read_json(directory / "config.json")
         index = read_json(directory / INDEX) if (directory / INDEX).exists() else None
         names = [SINGLE] if index is None else shard_names(index)
@@ -86,7 +89,9 @@ def read_json(path: Path) -> dict[str, Any]:
             raise CheckpointError("bad-json", f"{path.name}: {path.stat().st_size} bytes, more than any real one")
         data = path.read_bytes()
     except FileNotFoundError:
-        raise CheckpointError("missing-file", f"{path.name}: not there") from None
+        raise CheckpointError(
+            "missing-file", f"{path}: expected this file of a Hugging Face model directory; it is not there"
+        ) from None
     except OSError as error:
         raise CheckpointError("unreadable", f"{path.name}: cannot be read: {error.strerror}") from None
     return parse_json(data, path.name)
