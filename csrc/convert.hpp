@@ -117,7 +117,9 @@ inline void narrow_bf16(const float* from, uint16_t* to, int64_t n) {
 
 template <class M>
 inline void widen(int code, const char* data, int64_t first, int64_t n, M* to) {
-    if (code == F16) {
+    if constexpr (sizeof(M) == 2) {
+        memcpy(to, data + first * 2, n * 2);
+    } else if (code == F16) {
         const uint16_t* from = reinterpret_cast<const uint16_t*>(data) + first;
         if constexpr (sizeof(M) == 4) {
             widen_f16(from, to, n);

@@ -28,6 +28,8 @@ ALWAYS_INLINE int64_t bytes_of(int element) { return element == F64 ? 8 : elemen
 constexpr int32_t MAX_ZERO_POINT = (1 << 24) - 256;
 // The most segments whose range one thread finds at a time, their keys on its stack.
 constexpr int64_t BLOCK_SEGMENTS = 1024;
+// What stays in a core's cache between two passes, twice: one block is read again while the next is fetched.
+constexpr int64_t BLOCK_BYTES = 256 << 10;
 
 // A contiguous tensor seen as [repeat, rows, run, inner]; its scales are [rows, inner].
 struct View {
@@ -36,6 +38,14 @@ struct View {
     ALWAYS_INLINE int64_t segment_length() const { return repeat * run; }
     ALWAYS_INLINE int64_t numel() const { return segments() * segment_length(); }
 };
+
+// Neighbours of strided segments that are taken together: so many that whole ones stay in the cache, but never so few
+// that lines are read in crumbs.
+ALWAYS_INLINE int64_t block_columns(const View& v, int64_t bytes) {
+    const int64_t most = 4096 / (bytes < 4 ? 4 : bytes), fit = BLOCK_BYTES / bytes / (v.run ? v.run : 1) / 64 * 64;
+    const int64_t columns = fit < 64 ? 64 : fit < most ? fit : most;
+    return v.inner <= most && v.inner <= fit ? v.inner : columns < v.inner ? columns : v.inner;
+}
 
 struct Problem {
     int op, element, quantized, scale_element;

@@ -11,13 +11,11 @@ namespace {
 void elementwise(const Job& job, int64_t part, int64_t parts) {
     const bool dynamic = job.p.op == DYNAMIC_QUANTIZE;
     const Job step = dynamic ? quantize_step(job) : job;
-    if (job.p.element == F64) return walk<double>(step, part, parts, dynamic);
-    walk<float>(step, part, parts, dynamic);
+    by_element(job.p.element, [&](auto m, auto x) { walk<decltype(m), decltype(x)>(step, part, parts, dynamic); });
 }
 
 void fused_range(const Job& job, int64_t part, int64_t parts) {
-    if (job.p.element == F64) return fused<double>(job, part, parts);
-    fused<float>(job, part, parts);
+    by_element(job.p.element, [&](auto m, auto x) { fused<decltype(m), decltype(x)>(job, part, parts); });
 }
 
 void reduce(const Job& job, int64_t part, int64_t parts) {

@@ -82,7 +82,7 @@ bool has_exact_int8_dot() {
 constexpr int64_t SMALL = 65536;       // elements: below, waking a thread costs more than it saves
 constexpr int64_t STREAM = 8 << 20;    // bytes: a larger output would push out what the cache holds
 constexpr int64_t NEAR = 2 << 20;      // bytes of whole segments that a second pass still finds in a cache
-constexpr int64_t MANY_ROWS = 16;      // enough for threads to have whole ones
+constexpr int64_t MANY_BLOCKS = 16;    // enough for threads to have whole ones
 
 int64_t checked_threads(int64_t threads, int64_t elements) {
     require(threads >= 1 && threads <= MAX_THREADS, "1 to 1024 threads");
@@ -157,7 +157,7 @@ public:
     // Bytes: the keys of every segment, where they are too many or too long-lived for a stack.
     int64_t workspace() const {
         const bool dynamic = p_.op == DYNAMIC_QUANTIZE || p_.op == CHOOSE_QPARAMS;
-        return dynamic && !(fused_ && p_.view.inner == 1) ? segments_ * 8 * (p_.asymmetric ? 2 : 1) : 0;
+        return dynamic && !fused_ ? segments_ * 8 * (p_.asymmetric ? 2 : 1) : 0;
     }
 
     void run(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
@@ -219,7 +219,10 @@ private:
         const View& v = p_.view;
         if (numel_ == 0) return true;
         if (v.repeat > 1) return false;
-        if (v.inner > 1) return v.rows >= MANY_ROWS && v.run * v.inner * bytes_of(p_.element) <= NEAR;
+        if (v.inner > 1) {
+            const int64_t bytes = bytes_of(p_.element), columns = block_columns(v, bytes);
+            return segments_ / columns >= MANY_BLOCKS && v.run * columns * bytes <= 2 * BLOCK_BYTES;
+        }
         const bool shares_bytes = is_packed(p_.quantized) && v.run < p_.last;
         if (shares_bytes && p_.last / v.run > BLOCK_SEGMENTS) return false;
         return (shares_bytes ? p_.last : v.run) * bytes_of(p_.element) <= NEAR;

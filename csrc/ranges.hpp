@@ -64,7 +64,7 @@ inline void extremes(const I* x, int64_t n, I& most, I& low) {
 // The extremes of a window of columns: wide, so that lines are read in memory order or nearly so.
 template <class I>
 struct Extremes {
-    static constexpr int64_t WIDTH = 4096;
+    static constexpr int64_t WIDTH = (16 << 10) / sizeof(I);
     alignas(64) I most[WIDTH];
     alignas(64) I low[WIDTH];
 };
@@ -92,36 +92,44 @@ inline void reduce_runs(const Job& job, int64_t first, int64_t last, const Keys&
     }
 }
 
-template <bool ASYMMETRIC, class I>
-inline void update(const I* x, I* most, I* low, int64_t n) {
+// The lines begin `pitch` apart; several at once, since the extremes are read and written for each.
+template <bool ASYMMETRIC, int LINES, class I>
+inline void update(const I* x, int64_t pitch, I* most, I* low, int64_t n) {
     IVDEP for (int64_t i = 0; i < n; ++i) {
-        I k = key<ASYMMETRIC>(x[i]);
-        most[i] = k > most[i] ? k : most[i];
-        if (ASYMMETRIC) low[i] = k < low[i] ? k : low[i];
+        I m = most[i], l = low[i];
+#pragma GCC unroll 4
+        for (int j = 0; j < LINES; ++j) {
+            I k = key<ASYMMETRIC>(x[j * pitch + i]);
+            m = k > m ? k : m;
+            if (ASYMMETRIC) l = k < l ? k : l;
+        }
+        most[i] = m;
+        if (ASYMMETRIC) low[i] = l;
     }
 }
 
 template <bool ASYMMETRIC, class I>
-inline void reduce_lines(const Job& job, int64_t row, int64_t first, int64_t last, const Keys& keys, Extremes<I>& found) {
+inline void reduce_columns(const Job& job, int64_t row, int64_t first, int64_t last, int64_t c, int64_t end,
+                           const Keys& keys, Extremes<I>& found) {
     const View& v = job.p.view;
     const I* data = reinterpret_cast<const I*>(job.x.data);
-    for (int64_t c = 0; c < v.inner; c += Extremes<I>::WIDTH) {
-        const int64_t width = least(Extremes<I>::WIDTH, v.inner - c), segment = row * v.inner + c - keys.first;
-        for (int64_t i = 0; i < width; ++i) found.most[i] = ASYMMETRIC ? I(-MOST<I> - 1) : I(0), found.low[i] = MOST<I>;
-        for (int64_t line = first; line < last; ++line) {
-            const int64_t e = (row * v.run + line) * v.inner + c;
-            if (job.x.dense) {
-                update<ASYMMETRIC>(data + e, found.most, found.low, width);
-            } else {
-                pieces(job.x.length, e, width, [&](int64_t r, int64_t column, int64_t done, int64_t size) {
-                    update<ASYMMETRIC>(data + r * job.x.pitch + column, found.most + done, found.low + done, size);
-                });
-            }
+    const int64_t width = end - c, segment = row * v.inner + c - keys.first;
+    for (int64_t i = 0; i < width; ++i) found.most[i] = ASYMMETRIC ? I(-MOST<I> - 1) : I(0), found.low[i] = MOST<I>;
+    for (int64_t line = first; line < last;) {
+        const int64_t e = (row * v.run + line) * v.inner + c;
+        if (job.x.dense && line + 4 <= last) {
+            update<ASYMMETRIC, 4>(data + e, v.inner, found.most, found.low, width);
+            line += 4;
+            continue;
         }
-        for (int64_t i = 0; i < width; ++i) {
-            merge(keys.most + segment + i, found.most[i], true, keys.shared);
-            if (ASYMMETRIC) merge(keys.low + segment + i, found.low[i], false, keys.shared);
-        }
+        pieces(job.x.length, e, width, [&](int64_t r, int64_t column, int64_t done, int64_t size) {
+            update<ASYMMETRIC, 1>(data + r * job.x.pitch + column, 0, found.most + done, found.low + done, size);
+        });
+        ++line;
+    }
+    for (int64_t i = 0; i < width; ++i) {
+        merge(keys.most + segment + i, found.most[i], true, keys.shared);
+        if (ASYMMETRIC) merge(keys.low + segment + i, found.low[i], false, keys.shared);
     }
 }
 
@@ -248,8 +256,8 @@ inline Job quantize_step(const Job& job) {
 constexpr int64_t BLOCK_ELEMENTS = 8192;
 
 struct BlockKeys {
-    int64_t most[BLOCK_SEGMENTS];
-    int64_t low[BLOCK_SEGMENTS];
+    int64_t most[BLOCK_SEGMENTS + 1];  // one more where a byte of pairs would be cut
+    int64_t low[BLOCK_SEGMENTS + 1];
 };
 
 inline Keys reset(Keys keys, int64_t n, bool asymmetric) {
@@ -260,16 +268,16 @@ inline Keys reset(Keys keys, int64_t n, bool asymmetric) {
 }
 
 // Whole segments at a time: found, finished and quantized while they are in the cache.
-template <class M>
+template <class M, class X>
 void fused(const Job& job, int64_t part, int64_t parts) {
     const Problem& p = job.p;
     const View& v = p.view;
     const bool quantizes = p.op == DYNAMIC_QUANTIZE;
     const Job step = quantize_step(job);
-    Tile<M> tile;
+    Tile<M, X> tile;
+    BlockKeys block;
     if (v.inner > 1 || v.run < SHORT_RUN) prepare(step, tile);
     if (v.inner == 1) {
-        BlockKeys block;
         // Segments whose ends share a byte stay together.
         const int64_t together = is_packed(p.quantized) && v.run < p.last ? p.last / v.run : 1;
         int64_t rows = least(BLOCK_SEGMENTS, v.run < BLOCK_ELEMENTS ? BLOCK_ELEMENTS / (v.run ? v.run : 1) : 1);
@@ -288,19 +296,23 @@ void fused(const Job& job, int64_t part, int64_t parts) {
                 tile.ahead = job.x.data + last * size;
                 tile.ahead_end = job.x.data + least(v.rows, last + rows) * size;
             }
-            walk_runs<M>(step, first * v.run, last * v.run, tile);
+            walk_runs(step, first * v.run, last * v.run, tile);
         }
     } else {
-        const Range range = share(v.rows, part, parts);
-        for (int64_t row = range.first; row < range.last; ++row) {
-            const int64_t first = row * v.inner;
-            const Keys keys = reset({job.keys + first, job.keys + v.segments() + first, first, false}, v.inner, p.asymmetric);
+        const int64_t width = block_columns(v, bytes_of(p.element)), windows = (v.inner + width - 1) / width;
+        const Range range = share(v.rows * windows, part, parts);
+        for (int64_t b = range.first; b < range.last; ++b) {
+            const int64_t row = b / windows, w = b % windows;
+            const int64_t c = whole_byte(p, w * width);
+            const int64_t end = w + 1 == windows ? v.inner : whole_byte(p, (w + 1) * width);
+            const int64_t first = row * v.inner + c, next = w + 1 == windows ? v.inner * v.run - c : width;
+            const Keys keys = reset({block.most, block.low, first, false}, end - c, p.asymmetric);
             by_mode(p, [&](auto mode, auto zero) {
                 Extremes<decltype(zero)> found;
-                reduce_lines<decltype(mode)::value, decltype(zero)>(job, row, 0, v.run, keys, found);
+                reduce_columns<decltype(mode)::value>(job, row, 0, v.run, c, end, keys, found);
             });
-            finish_segments<M>(job, first, first + v.inner, keys);
-            if (quantizes) walk_lines<M>(step, row, 0, v.run, tile);
+            finish_segments<M>(job, first, first + end - c, keys);
+            if (quantizes) walk_columns(step, row, 0, v.run, c, end, next, tile);
         }
     }
     if (job.stream) stream_end();
@@ -323,7 +335,8 @@ void reduce_share(const Job& job, int64_t part, int64_t parts) {
         } else {
             Extremes<I> found;
             each_lines(v, share(v.rows * v.run, part, parts), [&](int64_t row, int64_t first, int64_t last) {
-                reduce_lines<ASYMMETRIC, I>(job, row, first, last, keys, found);
+                for (int64_t c = 0; c < v.inner; c += found.WIDTH)
+                    reduce_columns<ASYMMETRIC>(job, row, first, last, c, least(v.inner, c + found.WIDTH), keys, found);
             });
         }
     });

@@ -14,7 +14,7 @@ constexpr int64_t TILE = TILE_BYTES / int64_t(sizeof(M));
 constexpr int64_t SHORT_RUN = 32;
 
 template <class M>
-constexpr int code_of = sizeof(M) == 4 ? F32 : F64;
+constexpr int code_of = sizeof(M) == 2 ? BF16 : sizeof(M) == 4 ? F32 : F64;
 
 struct Range {
     int64_t first, last;
@@ -41,15 +41,16 @@ inline void pieces(int64_t length, int64_t e, int64_t n, Body body) {
 }
 
 // Data moves from the last buffer to the first. In this order, and a line further apart than a page, no load waits for
-// the store before it that looks like its own in the low twelve bits of the address.
-template <class M>
+// the store before it that looks like its own in the low twelve bits of the address. X is what floats are held as: the
+// math type M, or bf16 as stored.
+template <class M, class X = M>
 struct Tile {
     static constexpr int64_t SIZE = TILE<M> + 64 / sizeof(M);  // one more than TILE where a byte of pairs would be cut
     alignas(64) char stored[SIZE * sizeof(M)];
     alignas(64) uint8_t q[SIZE];
-    alignas(64) M y[SIZE];
-    alignas(64) M dy[SIZE];
-    alignas(64) M x[SIZE];
+    alignas(64) X y[SIZE];
+    alignas(64) X dy[SIZE];
+    alignas(64) X x[SIZE];
     alignas(64) M s[SIZE];
     alignas(64) M r[SIZE];
     alignas(64) int32_t zp[SIZE];
@@ -61,14 +62,14 @@ struct Tile {
     }
 };
 
-template <class M>
-inline const M* load(const Rows& from, int code, int64_t e, int64_t n, M* buffer) {
+template <class X>
+inline const X* load(const Rows& from, int code, int64_t e, int64_t n, X* buffer) {
     if (from.dense) {
-        if (code == code_of<M>) return reinterpret_cast<const M*>(from.data) + e;
-        widen<M>(code, from.data, e, n, buffer);
+        if (code == code_of<X>) return reinterpret_cast<const X*>(from.data) + e;
+        widen<X>(code, from.data, e, n, buffer);
     } else {
         pieces(from.length, e, n, [&](int64_t row, int64_t column, int64_t done, int64_t size) {
-            widen<M>(code, from.data, row * from.pitch + column, size, buffer + done);
+            widen<X>(code, from.data, row * from.pitch + column, size, buffer + done);
         });
     }
     return buffer;
@@ -99,17 +100,19 @@ inline void put(bool streamed, char* to, const char* from, int64_t n) {
     }
 }
 
-template <class M>
-inline void store(const Job& job, int64_t e, int64_t n, const M* y, Tile<M>& tile) {
+template <class M, class X>
+inline void store(const Job& job, int64_t e, int64_t n, const X* y, Tile<M, X>& tile) {
     char* to = job.out.data + e * bytes_of(job.p.element);
-    if (job.p.element == code_of<M>) return put(job.stream, to, reinterpret_cast<const char*>(y), n * sizeof(M));
-    if (!job.stream) return narrow<M>(job.p.element, y, n, to);
-    narrow<M>(job.p.element, y, n, tile.stored);
-    stream(to, tile.stored, n * bytes_of(job.p.element));
+    if (job.p.element == code_of<X>) return put(job.stream, to, reinterpret_cast<const char*>(y), n * sizeof(X));
+    if constexpr (sizeof(X) > 2) {
+        if (!job.stream) return narrow<X>(job.p.element, y, n, to);
+        narrow<X>(job.p.element, y, n, tile.stored);
+        stream(to, tile.stored, n * bytes_of(job.p.element));
+    }
 }
 
-template <class M>
-inline void store_quantized(const Job& job, int64_t e, int64_t n, const uint8_t* q, Tile<M>& tile) {
+template <class M, class X>
+inline void store_quantized(const Job& job, int64_t e, int64_t n, const uint8_t* q, Tile<M, X>& tile) {
     if (!is_packed(job.p.quantized))
         return put(job.stream, job.out.data + e, reinterpret_cast<const char*>(q), n);
     const int64_t length = job.out.length;
@@ -152,24 +155,21 @@ inline One<M> parameters(const Job& job, int64_t segment) {
 }
 
 // What is one number for the whole tensor is spread out once.
-template <class M>
-inline void prepare(const Job& job, Tile<M>& tile) {
+template <class M, class X>
+inline void prepare(const Job& job, Tile<M, X>& tile) {
     if (!job.zero_point.data)
         for (int64_t i = 0; i < Tile<M>::SIZE; ++i) tile.zp[i] = job.zero_point_number;
     if (!job.scale.data)
         for (int64_t i = 0; i < Tile<M>::SIZE; ++i) tile.s[i] = M(job.scale_number);
 }
 
-// The parameters of n consecutive segments, one each: in place where they are stored as the math type, else in the tile.
-template <class M>
-inline Each<M> parameters(const Job& job, int64_t segment, int64_t n, bool in_place, Tile<M>& tile) {
-    Each<M> each{tile.s, tile.r, tile.zp};
+// The parameters of n consecutive segments, one each, in the tile.
+template <class M, class X>
+inline void parameters(const Job& job, int64_t segment, int64_t n, Tile<M, X>& tile) {
     if (!job.scale.data) {
         // prepared
     } else if (!job.scale.dense) {
         for (int64_t i = 0; i < n; ++i) tile.s[i] = scale_of<M>(job, segment + i);
-    } else if (in_place && job.scale_code == code_of<M>) {
-        each.s = reinterpret_cast<const M*>(job.scale.data) + segment;
     } else {
         widen<M>(job.scale_code, job.scale.data, segment, n, tile.s);
     }
@@ -181,10 +181,7 @@ inline Each<M> parameters(const Job& job, int64_t segment, int64_t n, bool in_pl
         const int32_t* from = reinterpret_cast<const int32_t*>(job.zero_point.data) + segment;
         IVDEP for (int64_t i = 0; i < n; ++i) tile.zp[i] = clamped(from[i]);
     }
-    if (job.p.reciprocal) {
-        IVDEP for (int64_t i = 0; i < n; ++i) tile.r[i] = M(1) / each.s[i];
-    }
-    return each;
+    IVDEP for (int64_t i = 0; i < n; ++i) tile.r[i] = M(1) / tile.s[i];
 }
 
 inline bool writes_integers(int op) { return op == QUANTIZE || op == DYNAMIC_QUANTIZE; }
@@ -192,44 +189,59 @@ inline bool writes_integers(int op) { return op == QUANTIZE || op == DYNAMIC_QUA
 // Runs from this length on are worth the search for the ends of the range.
 constexpr int64_t LONG_RUN = 512;
 
-template <class M>
-inline void apply_one(const Job& job, const Span<M>& span, const One<M>& one, const Passes<M>* passes) {
-    if (job.p.reciprocal) return apply<RECIPROCAL>(job.p, span, one);
+template <class M, class X>
+inline void apply_one(const Job& job, const Span<X>& span, const One<M>& one, const Passes<M>* passes) {
+    if (job.p.reciprocal) return apply<RECIPROCAL, M>(job.p, span, one);
     if (passes) return backward(job.p.op == QUANTIZE_BACKWARD, span.x, span.dy, span.y, span.n, one, *passes);
-    if constexpr (sizeof(M) == 4) {
-        if (Corrected::possible(one.s, one.zp)) {
+    if constexpr (HAS_FMA && sizeof(M) == 4) {
+        if (correctable(one.s, one.zp)) {
             const Corrected c(one, job.p.q_min, job.p.q_max);
             if (writes_integers(job.p.op)) return quantize_corrected(span.x, span.q_out, span.n, c);
             if (job.p.op == FAKE_QUANTIZE) return fake_quantize_corrected(span.x, span.y, span.n, c);
         }
     }
-    apply<DIVIDE>(job.p, span, one);
+    apply<DIVIDE, M>(job.p, span, one);
 }
 
-template <class M>
-inline void apply_each(const Job& job, const Span<M>& span, const Each<M>& each) {
-    if (job.p.reciprocal) return apply<RECIPROCAL>(job.p, span, each);
-    apply<DIVIDE>(job.p, span, each);
+// Whether the first n parameters of the tile allow what is faster than dividing.
+template <class M, class X>
+inline bool all_correctable(const Job& job, const Tile<M, X>& tile, int64_t n) {
+    if (!HAS_FMA || sizeof(M) == 8 || job.p.reciprocal) return false;
+    if (!writes_integers(job.p.op) && job.p.op != FAKE_QUANTIZE) return false;
+    int every = 1;
+    for (int64_t i = 0; i < n; ++i) every &= correctable(float(tile.s[i]), tile.zp[i]);
+    return every;
+}
+
+template <class M, class X>
+inline void apply_each(const Job& job, const Span<X>& span, const Tile<M, X>& tile, bool correctable) {
+    const Each<M> each{tile.s, tile.r, tile.zp};
+    if (job.p.reciprocal) return apply<RECIPROCAL, M>(job.p, span, each);
+    if constexpr (HAS_FMA && sizeof(M) == 4) {
+        if (correctable && job.zero_point.data) return apply<CORRECTED, M>(job.p, span, each);
+        if (correctable) return apply<CORRECTED, M>(job.p, span, EachScale<M>{each, job.zero_point_number});
+    }
+    apply<DIVIDE, M>(job.p, span, each);
 }
 
 // -- tiles -------------------------------------------------------------------------------------------------------
 
 // Loads what the op reads of [e, e + n), calls compute(span), and stores.
-template <class M, class Compute>
-inline void process(const Job& job, int64_t e, int64_t n, Tile<M>& tile, Compute compute) {
+template <class M, class X, class Compute>
+inline void process(const Job& job, int64_t e, int64_t n, Tile<M, X>& tile, Compute compute) {
     const int op = job.p.op;
     tile.fetch_ahead(n * bytes_of(job.p.element));
-    Span<M> span{nullptr, nullptr, nullptr, tile.y, tile.q, n};
+    Span<X> span{nullptr, nullptr, nullptr, tile.y, tile.q, n};
     if (op == DEQUANTIZE) {
         span.q = load_quantized(job.x, job.p.quantized, e, n, tile.q);
     } else if (op != DEQUANTIZE_BACKWARD) {
-        span.x = load<M>(job.x, job.p.element, e, n, tile.x);
+        span.x = load<X>(job.x, job.p.element, e, n, tile.x);
     }
-    if (job.dy.data) span.dy = load<M>(job.dy, job.p.element, e, n, tile.dy);
+    if (job.dy.data) span.dy = load<X>(job.dy, job.p.element, e, n, tile.dy);
     const bool integers = writes_integers(op);
     if (!job.stream && integers && !is_packed(job.p.quantized))
         span.q_out = reinterpret_cast<uint8_t*>(job.out.data) + e;
-    if (!job.stream && !integers && job.p.element == code_of<M>) span.y = reinterpret_cast<M*>(job.out.data) + e;
+    if (!job.stream && !integers && job.p.element == code_of<X>) span.y = reinterpret_cast<X*>(job.out.data) + e;
     compute(span);
     if (integers) {
         store_quantized(job, e, n, span.q_out, tile);
@@ -238,15 +250,15 @@ inline void process(const Job& job, int64_t e, int64_t n, Tile<M>& tile, Compute
     }
 }
 
-template <class M>
-inline Span<M> part_of(const Span<M>& s, int64_t first, int64_t n) {
+template <class X>
+inline Span<X> part_of(const Span<X>& s, int64_t first, int64_t n) {
     return {s.x ? s.x + first : nullptr,   s.dy ? s.dy + first : nullptr, s.q ? s.q + first : nullptr,
             s.y ? s.y + first : nullptr, s.q_out + first,               n};
 }
 
 // Segments of dense runs (inner == 1): [first, last) in memory order.
-template <class M>
-void walk_runs(const Job& job, int64_t first, int64_t last, Tile<M>& tile) {
+template <class M, class X>
+void walk_runs(const Job& job, int64_t first, int64_t last, Tile<M, X>& tile) {
     const View& v = job.p.view;
     const bool spread = v.run < SHORT_RUN;
     const int64_t tiles = (last - first + TILE<M> - 1) / TILE<M>;
@@ -259,7 +271,7 @@ void walk_runs(const Job& job, int64_t first, int64_t last, Tile<M>& tile) {
     for (int64_t t = 0; t < tiles; ++t) {
         const int64_t e = t == 0 ? first : whole_byte(job.p, first + t * TILE<M>);
         const int64_t n = (t + 1 == tiles ? last : whole_byte(job.p, first + (t + 1) * TILE<M>)) - e;
-        process<M>(job, e, n, tile, [&](const Span<M>& span) {
+        process(job, e, n, tile, [&](const Span<X>& span) {
             int64_t row = e / v.run % v.rows, offset = e % v.run;
             for (int64_t i = 0; i < n;) {
                 int64_t size = least(v.run - offset, n - i);
@@ -280,36 +292,56 @@ void walk_runs(const Job& job, int64_t first, int64_t last, Tile<M>& tile) {
                 i += size, offset = 0;
                 if (++row == v.rows) row = 0;
             }
-            if (spread) apply_each(job, span, Each<M>{tile.s, tile.r, tile.zp});
+            if (spread) apply_each(job, span, tile, false);
         });
     }
 }
 
-// Strided segments (inner > 1), the scales change along a line of `inner` elements: lines [first, last) of a row, in
-// memory order, since reading one window of every line would leave the prefetchers behind.
-template <class M>
-void walk_lines(const Job& job, int64_t row, int64_t first, int64_t last, Tile<M>& tile) {
+// Strided segments (inner > 1), the scales change along a line of `inner` elements: columns [c, end) of the lines
+// [first, last) of a row, which share their parameters. `ahead` elements further lies what will be read next.
+template <class M, class X>
+void walk_columns(const Job& job, int64_t row, int64_t first, int64_t last, int64_t c, int64_t end, int64_t ahead,
+                  Tile<M, X>& tile) {
     const View& v = job.p.view;
-    if (v.inner <= TILE<M>) {  // whole lines share a tile, and every tile the same parameters
-        const int64_t lines = TILE<M> / v.inner, size = v.inner * least(lines, last - first);
-        parameters<M>(job, row * v.inner, v.inner, false, tile);
+    int64_t size = end - c, together = 1;
+    parameters(job, row * v.inner + c, size, tile);
+    const bool correctable = all_correctable(job, tile, size);
+    if (size == v.inner) {  // whole lines share a tile
+        together = least(TILE<M> / size, last - first), size *= together;
         for (int64_t i = v.inner; i < size; ++i) tile.s[i] = tile.s[i - v.inner];
         for (int64_t i = v.inner; i < size; ++i) tile.r[i] = tile.r[i - v.inner];
         for (int64_t i = v.inner; i < size; ++i) tile.zp[i] = tile.zp[i - v.inner];
-        for (int64_t line = first; line < last; line += lines)
-            process<M>(job, (row * v.run + line) * v.inner, v.inner * least(lines, last - line), tile,
-                       [&](const Span<M>& span) { apply_each(job, span, Each<M>{tile.s, tile.r, tile.zp}); });
-        return;
     }
-    const int64_t windows = (v.inner + TILE<M> - 1) / TILE<M>, count = (last - first) * windows;
-    for (int64_t t = 0; t < count; ++t) {
-        const int64_t window = t % windows;
-        const int64_t c = whole_byte(job.p, window * TILE<M>);
-        const int64_t end = window + 1 == windows ? v.inner : whole_byte(job.p, (window + 1) * TILE<M>);
-        const Each<M> each = parameters<M>(job, row * v.inner + c, end - c, true, tile);
-        process<M>(job, (row * v.run + first + t / windows) * v.inner + c, end - c, tile,
-                   [&](const Span<M>& span) { apply_each(job, span, each); });
+    const Rows& read = job.p.op == DEQUANTIZE_BACKWARD ? job.dy : job.x;
+    const bool fetches = read.dense && job.p.op != DEQUANTIZE;
+    for (int64_t line = first; line < last; line += together) {
+        const int64_t e = (row * v.run + line) * v.inner + c, n = least(size, (last - line) * v.inner);
+        if (fetches) {
+            tile.ahead = read.data + least(e + ahead, v.numel()) * bytes_of(job.p.element);
+            tile.ahead_end = read.data + least(e + ahead + n, v.numel()) * bytes_of(job.p.element);
+        }
+        process(job, e, n, tile, [&](const Span<X>& span) { apply_each(job, span, tile, correctable); });
     }
+}
+
+// body(first column, last column) for windows of at most `width` columns of strided segments.
+template <class Body>
+inline void each_window(const Problem& p, int64_t width, Body body) {
+    const int64_t inner = p.view.inner, windows = (inner + width - 1) / width;
+    for (int64_t w = 0; w < windows; ++w)
+        body(whole_byte(p, w * width), w + 1 == windows ? inner : whole_byte(p, (w + 1) * width));
+}
+
+// Lines [first, last) of a row, a few at a time: parameters are worth preparing, and memory is read in order or nearly.
+template <class M, class X>
+void walk_lines(const Job& job, int64_t row, int64_t first, int64_t last, Tile<M, X>& tile) {
+    const View& v = job.p.view;
+    if (v.inner <= TILE<M>) return walk_columns(job, row, first, last, 0, v.inner, TILE<M>, tile);
+    constexpr int64_t LINES = 16;
+    for (int64_t line = first; line < last; line += LINES)
+        each_window(job.p, TILE<M>, [&](int64_t c, int64_t end) {
+            walk_columns(job, row, line, least(last, line + LINES), c, end, 2 * v.inner, tile);
+        });
 }
 
 // -- what threads share out --------------------------------------------------------------------------------------
@@ -332,32 +364,32 @@ inline void in_order(Range r, int64_t size, bool backwards, Body body) {
     for (int64_t last = r.last; last > r.first; last -= size) body(Range{last - size > r.first ? last - size : r.first, last});
 }
 
-template <class M>
+template <class M, class X>
 void walk(const Job& job, int64_t part, int64_t parts, bool backwards) {
     constexpr int64_t FAR = 1 << 18;  // elements
     const View& v = job.p.view;
-    Tile<M> tile;
+    Tile<M, X> tile;
     if (v.inner > 1 || v.run < SHORT_RUN) prepare(job, tile);
-    // A division for each element leaves the loads no room to run ahead by themselves.
-    const Rows& read = job.p.op == DEQUANTIZE_BACKWARD ? job.dy : job.x;
-    const bool one_input = job.p.op != DEQUANTIZE && (job.p.op == DEQUANTIZE_BACKWARD || !job.dy.data);
-    if (v.inner > 1 && one_input && read.dense && !backwards) {
-        const Range whole = share(v.numel(), part, parts);
-        tile.ahead = read.data + (whole.first + TILE<M>) * bytes_of(job.p.element);
-        tile.ahead_end = read.data + whole.last * bytes_of(job.p.element);
-    }
     if (v.inner == 1) {
         const int64_t n = v.numel(), tiles = (n + TILE<M> - 1) / TILE<M>;
         in_order(share(tiles, part, parts), FAR / TILE<M>, backwards, [&](Range r) {
             const int64_t last = r.last == tiles ? n : whole_byte(job.p, r.last * TILE<M>);
-            walk_runs<M>(job, whole_byte(job.p, r.first * TILE<M>), last, tile);
+            walk_runs(job, whole_byte(job.p, r.first * TILE<M>), last, tile);
         });
     } else {
         in_order(share(v.rows * v.run, part, parts), 1 + FAR / v.inner, backwards, [&](Range r) {
-            each_lines(v, r, [&](int64_t row, int64_t first, int64_t last) { walk_lines<M>(job, row, first, last, tile); });
+            each_lines(v, r, [&](int64_t row, int64_t first, int64_t last) { walk_lines(job, row, first, last, tile); });
         });
     }
     if (job.stream) stream_end();
+}
+
+// Calls body(M(), X()) with the types the element is computed and held in.
+template <class Body>
+inline void by_element(int element, Body body) {
+    if (element == F64) return body(double(), double());
+    if (element == BF16) return body(float(), Bf16());
+    body(float(), float());
 }
 
 }  // namespace
