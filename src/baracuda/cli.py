@@ -227,14 +227,11 @@ def _matrix(asked: list[Cell], device: torch.device) -> tuple[Table, list[str], 
     rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (op, scope), group in groups.items():
         rows[op, *_elements(group), *(_answer(group, backend, reasons) for backend in BACKENDS)].append(scope)
-    columns = [
-        Column("operation", no_wrap=True),
-        "scopes",
-        Column("floats", max_width=8),
-        Column("integers", max_width=8),
-    ]
+    plain = [Column(name, no_wrap=True) for name in ("operation", "scopes")]
+    elements = [Column(name, width=8) for name in ("floats", "integers")]
     backends = [Column(_heading(backend, asked, device), no_wrap=True) for backend in BACKENDS]
-    table = Table(*columns, *backends, title="Who computes what, fastest first", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    title = "Who computes what, fastest first"
+    table = Table(*plain, *elements, *backends, title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for (op, *answers), scopes in rows.items():
         table.add_row(op, "every" if len(scopes) == len(SCOPES) else " ".join(scopes), *answers)
     return table, list(reasons), sum(not cell.served for cell in asked)
