@@ -228,10 +228,10 @@ def _matrix(asked: list[Cell], device: torch.device) -> tuple[Table, list[str], 
     for (op, scope), group in groups.items():
         rows[op, *_elements(group), *(_answer(group, backend, reasons) for backend in BACKENDS)].append(scope)
     plain = [Column(name, no_wrap=True) for name in ("operation", "scopes")]
-    elements = [Column(name, width=8) for name in ("floats", "integers")]
+    elements = [Column("float", width=8), Column("integer", width=7)]
     backends = [Column(_heading(backend, asked, device), no_wrap=True) for backend in BACKENDS]
     title = "Who computes what, fastest first"
-    table = Table(*plain, *elements, *backends, title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(*plain, *elements, *backends, title=title, box=SIMPLE_HEAD, pad_edge=False, padding=0)
     for (op, *answers), scopes in rows.items():
         table.add_row(op, "every" if len(scopes) == len(SCOPES) else " ".join(scopes), *answers)
     return table, list(reasons), sum(not cell.served for cell in asked)
