@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench build clean
+.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
 	$(BIN)/baracuda demo
@@ -22,6 +22,9 @@ types: .venv/installed
 
 pytest: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+
+slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, more than 2**31 elements
+	$(BIN)/python -m pytest -m slow --slow tests/test_cpu.py tests/test_exhaustive.py tests/test_corners.py
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py tests/test_learned.py
@@ -53,6 +56,21 @@ build: .venv/installed
 .venv/installed: .venv/requirements $(SOURCES)
 	$(BIN)/pip install --quiet -c constraints.txt '.[test,lint]'
 	touch $@
+
+
+sanitize:  ## the native kernels under address and undefined-behaviour sanitizers, fuzzed over shapes, strides and bits
+	cmake -S tests/native -B build/native -DSANITIZE=ON
+	cmake --build build/native
+	build/native/fuzz 1500
+
+ROUNDS ?= 20000
+SEED ?= 1
+fuzz: sanitize
+	build/native/fuzz $(ROUNDS) $(SEED)
+
+aarch64:  ## the same sources for another architecture, where a cross compiler is installed
+	for source in kernels pool; do aarch64-linux-gnu-g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math \
+	  -DBARACUDA_TABLE=table_native -DBARACUDA_ISA='"native"' -Icsrc -c csrc/$$source.cpp -o /dev/null || exit 1; done
 
 clean:
 	rm -rf .venv build dist
