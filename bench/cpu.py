@@ -66,6 +66,7 @@ def main(argv: Sequence[str]) -> None:
     source, target = torch.randn(shape), torch.empty(shape)
     copied = 2 * source.nbytes
     print(f"{_machine()}, {_cpu.isa()}, {THREADS} threads, torch {torch.__version__}, {list(shape)} elements")
+    interleaved({"copy": lambda: target.copy_(source)}, 4 * repeats)  # clocks and pages warm before the first row
     rows = []
     for row, bodies in _rows(shape):
         row.seconds = interleaved({"copy": lambda: target.copy_(source), **bodies}, repeats)

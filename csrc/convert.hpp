@@ -30,10 +30,13 @@ inline double canonical(double y) { return y != y ? bits<double>(0x7ff8000000000
 
 inline float from_bf16(uint16_t h) { return bits<float>(uint32_t(h) << 16); }
 
-inline uint16_t to_bf16(float x) {
-    uint32_t u = bits<uint32_t>(canonical(x));
-    return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+// In the upper half. A NaN must be canonical already.
+inline uint32_t rounded_to_bf16(float x) {
+    uint32_t u = bits<uint32_t>(x);
+    return u + 0x7fff + ((u >> 16) & 1);
 }
+
+inline uint16_t to_bf16(float x) { return uint16_t(rounded_to_bf16(canonical(x)) >> 16); }
 
 // A stored bf16 where a loop expects a float: it is widened and narrowed in a register. What is assigned must be
 // canonical already.
@@ -41,8 +44,7 @@ struct Bf16 {
     uint16_t h;
     operator float() const { return from_bf16(h); }
     Bf16& operator=(float x) {
-        uint32_t u = bits<uint32_t>(x);
-        h = uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+        h = uint16_t(rounded_to_bf16(x) >> 16);
         return *this;
     }
 };

@@ -8,7 +8,7 @@ namespace baracuda {
 namespace {
 
 // How x meets its scale.
-enum Division { DIVIDE, RECIPROCAL, CORRECTED };
+enum Division { DIVIDE, RECIPROCAL };
 
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool HAS_FMA = true;
@@ -70,27 +70,11 @@ struct EachScale : Each<M> {
     int32_t zero_point(int64_t) const { return only; }
 };
 
-// Without a division. x is clamped where the quotient would be: low * scale, rounded, still divides to low while that is
-// small. Then the quotient x * r gets one Newton step, which makes it round to the same integer as the division; nothing
-// that decides can underflow or overflow where this is possible.
-template <class M>
-inline M corrected(M x, M s, M r, M low, M high) {
-    x = x > low ? x : low;
-    x = x < high ? x : high;
-    M q = x * r;
-    return fused(fused(-q, s, x), r, q);
-}
-
-inline bool correctable(float s, int32_t zp) {
-    return (s >= 0x1p-100f) & (s <= 0x1p100f) & (zp > -(1 << 21)) & (zp < 1 << 21);
-}
-
 // Clamped before it is rounded: the bounds are integers, so the order does not matter. NaN fails both comparisons
 // of the first line and takes the lower bound.
 template <int D, class M, class P>
 inline M steps(M x, const P& p, int64_t i, int q_min, int q_max) {
     M low = M(q_min - p.zero_point(i)), high = M(q_max - p.zero_point(i));
-    if (D == CORRECTED) return rounded(corrected(x, p.scale(i), p.inverse(i), low * p.scale(i), high * p.scale(i)));
     M t = divide<D>(x, p.scale(i), p.inverse(i));
     t = t > low ? t : low;
     t = t < high ? t : high;
@@ -109,15 +93,25 @@ inline bool in_range(M x, const P& p, int64_t i, int q_min, int q_max) {
 // Adding and subtracting it rounds what is below 2**22 in magnitude; its lowest byte is 0.
 constexpr float ROUNDER = 0x1.8p23f;
 
-// One scale and one range for a run.
+// One scale and one range for a run. x is clamped where the quotient would be: low * scale, rounded, still divides to
+// low while that is small. Then the quotient x * r gets one Newton step, which makes it round to the same integer as the
+// division; nothing that decides can underflow or overflow between these bounds of the scale.
 struct Corrected {
     float s, r, low, high;
     int32_t zp;
 
+    static bool possible(float s, int32_t zp) {
+        return HAS_FMA && s >= 0x1p-100f && s <= 0x1p100f && zp > -(1 << 21) && zp < 1 << 21;
+    }
     Corrected(const One<float>& one, int q_min, int q_max)
         : s(one.s), r(one.r), low(float(q_min - one.zp) * s), high(float(q_max - one.zp) * s), zp(one.zp) {}
 
-    float with_rounder(float x) const { return corrected(x, s, r, low, high) + ROUNDER; }
+    float with_rounder(float x) const {
+        x = x > low ? x : low;
+        x = x < high ? x : high;
+        float q = x * r;
+        return fused(fused(-q, s, x), r, q) + ROUNDER;
+    }
 };
 
 template <class X>
@@ -131,6 +125,55 @@ template <class X>
 inline void fake_quantize_corrected(const X* x, X* y, int64_t n, const Corrected c) {
     IVDEP for (int64_t i = 0; i < n; ++i) y[i] = (c.with_rounder(x[i]) - ROUNDER) * c.s;
 }
+
+// Two bf16 at a time, as the halves of an integer: widened and put back without moving lanes.
+inline void quantize_corrected(const Bf16* x, uint8_t* q, int64_t n, const Corrected c) {
+    const uint32_t zp = uint32_t(c.zp);
+    IVDEP for (int64_t i = 0; i < n / 2; ++i) {
+        uint32_t pair;
+        memcpy(&pair, x + 2 * i, 4);
+        const uint32_t first = bits<uint32_t>(c.with_rounder(bits<float>(pair << 16))) + zp;
+        const uint32_t second = bits<uint32_t>(c.with_rounder(bits<float>(pair & 0xffff0000u))) + zp;
+        const uint16_t both = uint16_t((first & 255) | second << 8);
+        memcpy(q + 2 * i, &both, 2);
+    }
+    if (n % 2) quantize_corrected<Bf16>(x + n - 1, q + n - 1, 1, c);
+}
+
+// A finite scale never makes a NaN.
+template <class I, class M, class X>
+inline void dequantize_finite(const uint8_t* q, X* y, int64_t n, const One<M> one) {
+    IVDEP for (int64_t i = 0; i < n; ++i) y[i] = M(int32_t(I(q[i])) - one.zp) * one.s;
+}
+
+#if defined(__AVX512BW__)
+constexpr bool HAS_LOOKUP = true;
+
+// y[i] = table[q[i] % 32], or % 16 where the table fills a vector with that.
+inline void look_up(const Bf16* table, const uint8_t* q, Bf16* y, int64_t n) {
+    const __m512i values = _mm512_loadu_si512(table);
+    int64_t i = 0;
+    for (; i + 32 <= n; i += 32) {
+        const __m512i at = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q + i)));
+        _mm512_storeu_si512(y + i, _mm512_permutexvar_epi16(at, values));
+    }
+    for (; i < n; ++i) y[i].h = table[q[i] % 32].h;
+}
+
+inline void look_up(const float* table, const uint8_t* q, float* y, int64_t n) {
+    const __m512 values = _mm512_loadu_ps(table);
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        const __m512i at = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(q + i)));
+        _mm512_storeu_ps(y + i, _mm512_permutexvar_ps(at, values));
+    }
+    for (; i < n; ++i) y[i] = table[q[i] % 16];
+}
+#else
+constexpr bool HAS_LOOKUP = false;
+template <class X>
+inline void look_up(const X*, const uint8_t*, X*, int64_t) {}
+#endif
 
 // The least and the greatest x whose steps are in range: for a long run, two comparisons instead of a division each.
 template <class M>
@@ -184,7 +227,8 @@ struct Span {
 };
 
 template <int D, class M, class X, class P>
-inline void apply(const Problem& problem, const Span<X>& span, P p) {
+__attribute__((noinline)) void apply(const Problem& problem, const Span<X>& span, const P& parameters) {
+    const P p = parameters;  // a local that no store to a byte can seem to change
     const int q_min = problem.q_min, q_max = problem.q_max;
     const X *x = span.x, *dy = span.dy;
     const uint8_t* q = span.q;

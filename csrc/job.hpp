@@ -42,9 +42,10 @@ struct View {
 // Neighbours of strided segments that are taken together: so many that whole ones stay in the cache, but never so few
 // that lines are read in crumbs.
 ALWAYS_INLINE int64_t block_columns(const View& v, int64_t bytes) {
-    const int64_t most = 4096 / (bytes < 4 ? 4 : bytes), fit = BLOCK_BYTES / bytes / (v.run ? v.run : 1) / 64 * 64;
-    const int64_t columns = fit < 64 ? 64 : fit < most ? fit : most;
-    return v.inner <= most && v.inner <= fit ? v.inner : columns < v.inner ? columns : v.inner;
+    const int64_t most = 4096 / (bytes < 4 ? 4 : bytes), fit = BLOCK_BYTES / bytes / (v.run > 0 ? v.run : 1);
+    const int64_t wanted = fit < 64 ? 64 : fit < most ? fit / 64 * 64 : most;
+    const int64_t columns = v.inner < wanted ? v.inner : wanted;
+    return columns > 0 ? columns : 1;
 }
 
 struct Problem {

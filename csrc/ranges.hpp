@@ -253,7 +253,7 @@ inline Job quantize_step(const Job& job) {
 
 // -- schedules ---------------------------------------------------------------------------------------------------
 
-constexpr int64_t BLOCK_ELEMENTS = 8192;
+constexpr int64_t BLOCK_ELEMENTS = 16384;
 
 struct BlockKeys {
     int64_t most[BLOCK_SEGMENTS + 1];  // one more where a byte of pairs would be cut

@@ -46,14 +46,15 @@ inline void pieces(int64_t length, int64_t e, int64_t n, Body body) {
 template <class M, class X = M>
 struct Tile {
     static constexpr int64_t SIZE = TILE<M> + 64 / sizeof(M);  // one more than TILE where a byte of pairs would be cut
+    static constexpr int64_t COLUMNS = 4096 + 64;              // strided segments whose parameters are kept
     alignas(64) char stored[SIZE * sizeof(M)];
     alignas(64) uint8_t q[SIZE];
     alignas(64) X y[SIZE];
     alignas(64) X dy[SIZE];
     alignas(64) X x[SIZE];
-    alignas(64) M s[SIZE];
-    alignas(64) M r[SIZE];
-    alignas(64) int32_t zp[SIZE];
+    alignas(64) M s[COLUMNS];
+    alignas(64) M r[COLUMNS];
+    alignas(64) int32_t zp[COLUMNS];
     const char *ahead = nullptr, *ahead_end = nullptr;  // what will be read next, to be fetched while this is computed
 
     void fetch_ahead(int64_t bytes) {
@@ -157,10 +158,11 @@ inline One<M> parameters(const Job& job, int64_t segment) {
 // What is one number for the whole tensor is spread out once.
 template <class M, class X>
 inline void prepare(const Job& job, Tile<M, X>& tile) {
+    const int64_t n = job.p.view.inner > Tile<M, X>::SIZE ? Tile<M, X>::COLUMNS : Tile<M, X>::SIZE;
     if (!job.zero_point.data)
-        for (int64_t i = 0; i < Tile<M>::SIZE; ++i) tile.zp[i] = job.zero_point_number;
+        for (int64_t i = 0; i < n; ++i) tile.zp[i] = job.zero_point_number;
     if (!job.scale.data)
-        for (int64_t i = 0; i < Tile<M>::SIZE; ++i) tile.s[i] = M(job.scale_number);
+        for (int64_t i = 0; i < n; ++i) tile.s[i] = M(job.scale_number);
 }
 
 // The parameters of n consecutive segments, one each, in the tile.
@@ -181,7 +183,9 @@ inline void parameters(const Job& job, int64_t segment, int64_t n, Tile<M, X>& t
         const int32_t* from = reinterpret_cast<const int32_t*>(job.zero_point.data) + segment;
         IVDEP for (int64_t i = 0; i < n; ++i) tile.zp[i] = clamped(from[i]);
     }
-    IVDEP for (int64_t i = 0; i < n; ++i) tile.r[i] = M(1) / tile.s[i];
+    if (job.p.reciprocal) {
+        IVDEP for (int64_t i = 0; i < n; ++i) tile.r[i] = M(1) / tile.s[i];
+    }
 }
 
 inline bool writes_integers(int op) { return op == QUANTIZE || op == DYNAMIC_QUANTIZE; }
@@ -190,11 +194,30 @@ inline bool writes_integers(int op) { return op == QUANTIZE || op == DYNAMIC_QUA
 constexpr int64_t LONG_RUN = 512;
 
 template <class M, class X>
+inline void dequantize_one(const Job& job, const Span<X>& span, const One<M>& one) {
+    if (!(magnitude(one.s) < M(__builtin_inff()))) return apply<DIVIDE, M>(job.p, span, one);
+    if constexpr (HAS_LOOKUP && sizeof(M) == 4) {
+        constexpr int LENGTH = 64 / sizeof(X);
+        if (is_packed(job.p.quantized) && span.n >= 2 * LENGTH) {  // few values: each is computed once
+            uint8_t q[LENGTH];
+            X table[LENGTH];
+            const int sign = job.p.quantized == S4 ? LENGTH / 2 : 0;
+            for (int i = 0; i < LENGTH; ++i) q[i] = uint8_t((i ^ sign) - sign);
+            dequantize_finite<int8_t>(q, table, LENGTH, one);
+            return look_up(table, span.q, span.y, span.n);
+        }
+    }
+    if (job.p.quantized == U8) return dequantize_finite<uint8_t>(span.q, span.y, span.n, one);
+    dequantize_finite<int8_t>(span.q, span.y, span.n, one);
+}
+
+template <class M, class X>
 inline void apply_one(const Job& job, const Span<X>& span, const One<M>& one, const Passes<M>* passes) {
+    if (job.p.op == DEQUANTIZE) return dequantize_one(job, span, one);
     if (job.p.reciprocal) return apply<RECIPROCAL, M>(job.p, span, one);
     if (passes) return backward(job.p.op == QUANTIZE_BACKWARD, span.x, span.dy, span.y, span.n, one, *passes);
-    if constexpr (HAS_FMA && sizeof(M) == 4) {
-        if (correctable(one.s, one.zp)) {
+    if constexpr (sizeof(M) == 4) {
+        if (Corrected::possible(one.s, one.zp)) {
             const Corrected c(one, job.p.q_min, job.p.q_max);
             if (writes_integers(job.p.op)) return quantize_corrected(span.x, span.q_out, span.n, c);
             if (job.p.op == FAKE_QUANTIZE) return fake_quantize_corrected(span.x, span.y, span.n, c);
@@ -203,25 +226,13 @@ inline void apply_one(const Job& job, const Span<X>& span, const One<M>& one, co
     apply<DIVIDE, M>(job.p, span, one);
 }
 
-// Whether the first n parameters of the tile allow what is faster than dividing.
+// The tile's parameters from the i-th on.
 template <class M, class X>
-inline bool all_correctable(const Job& job, const Tile<M, X>& tile, int64_t n) {
-    if (!HAS_FMA || sizeof(M) == 8 || job.p.reciprocal) return false;
-    if (!writes_integers(job.p.op) && job.p.op != FAKE_QUANTIZE) return false;
-    int every = 1;
-    for (int64_t i = 0; i < n; ++i) every &= correctable(float(tile.s[i]), tile.zp[i]);
-    return every;
-}
-
-template <class M, class X>
-inline void apply_each(const Job& job, const Span<X>& span, const Tile<M, X>& tile, bool correctable) {
-    const Each<M> each{tile.s, tile.r, tile.zp};
+inline void apply_each(const Job& job, const Span<X>& span, const Tile<M, X>& tile, int64_t i) {
+    const Each<M> each{tile.s + i, tile.r + i, tile.zp + i};
     if (job.p.reciprocal) return apply<RECIPROCAL, M>(job.p, span, each);
-    if constexpr (HAS_FMA && sizeof(M) == 4) {
-        if (correctable && job.zero_point.data) return apply<CORRECTED, M>(job.p, span, each);
-        if (correctable) return apply<CORRECTED, M>(job.p, span, EachScale<M>{each, job.zero_point_number});
-    }
-    apply<DIVIDE, M>(job.p, span, each);
+    if (job.zero_point.data) return apply<DIVIDE, M>(job.p, span, each);
+    apply<DIVIDE, M>(job.p, span, EachScale<M>{each, job.zero_point_number});
 }
 
 // -- tiles -------------------------------------------------------------------------------------------------------
@@ -292,7 +303,7 @@ void walk_runs(const Job& job, int64_t first, int64_t last, Tile<M, X>& tile) {
                 i += size, offset = 0;
                 if (++row == v.rows) row = 0;
             }
-            if (spread) apply_each(job, span, tile, false);
+            if (spread) apply_each(job, span, tile, 0);
         });
     }
 }
@@ -303,45 +314,44 @@ template <class M, class X>
 void walk_columns(const Job& job, int64_t row, int64_t first, int64_t last, int64_t c, int64_t end, int64_t ahead,
                   Tile<M, X>& tile) {
     const View& v = job.p.view;
-    int64_t size = end - c, together = 1;
-    parameters(job, row * v.inner + c, size, tile);
-    const bool correctable = all_correctable(job, tile, size);
-    if (size == v.inner) {  // whole lines share a tile
-        together = least(TILE<M> / size, last - first), size *= together;
-        for (int64_t i = v.inner; i < size; ++i) tile.s[i] = tile.s[i - v.inner];
-        for (int64_t i = v.inner; i < size; ++i) tile.r[i] = tile.r[i - v.inner];
-        for (int64_t i = v.inner; i < size; ++i) tile.zp[i] = tile.zp[i - v.inner];
-    }
+    const int64_t bytes = bytes_of(job.p.element);
     const Rows& read = job.p.op == DEQUANTIZE_BACKWARD ? job.dy : job.x;
-    const bool fetches = read.dense && job.p.op != DEQUANTIZE;
-    for (int64_t line = first; line < last; line += together) {
-        const int64_t e = (row * v.run + line) * v.inner + c, n = least(size, (last - line) * v.inner);
-        if (fetches) {
-            tile.ahead = read.data + least(e + ahead, v.numel()) * bytes_of(job.p.element);
-            tile.ahead_end = read.data + least(e + ahead + n, v.numel()) * bytes_of(job.p.element);
+    auto one_tile = [&](int64_t e, int64_t n, int64_t i) {
+        if (read.dense && job.p.op != DEQUANTIZE) {
+            tile.ahead = read.data + least(e + ahead, v.numel()) * bytes;
+            tile.ahead_end = read.data + least(e + ahead + n, v.numel()) * bytes;
         }
-        process(job, e, n, tile, [&](const Span<X>& span) { apply_each(job, span, tile, correctable); });
+        process(job, e, n, tile, [&](const Span<X>& span) { apply_each(job, span, tile, i); });
+    };
+    const int64_t width = end - c, start = row * v.run * v.inner;
+    parameters(job, row * v.inner + c, width, tile);
+    if (width == v.inner && 2 * width <= TILE<M>) {  // whole lines share a tile
+        const int64_t together = least(TILE<M> / width, last - first), size = together * width;
+        for (int64_t i = width; i < size; ++i) tile.s[i] = tile.s[i - width];
+        for (int64_t i = width; i < size; ++i) tile.r[i] = tile.r[i - width];
+        for (int64_t i = width; i < size; ++i) tile.zp[i] = tile.zp[i - width];
+        for (int64_t e = first * width; e < last * width; e += size)
+            one_tile(start + e, least(size, last * width - e), 0);
+        return;
     }
+    for (int64_t line = first; line < last; ++line)
+        for (int64_t from = c, to; from < end; from = to) {
+            to = end - from <= TILE<M> ? end : whole_byte(job.p, from + TILE<M>);
+            one_tile(start + line * v.inner + from, to - from, from - c);
+        }
 }
 
-// body(first column, last column) for windows of at most `width` columns of strided segments.
-template <class Body>
-inline void each_window(const Problem& p, int64_t width, Body body) {
-    const int64_t inner = p.view.inner, windows = (inner + width - 1) / width;
-    for (int64_t w = 0; w < windows; ++w)
-        body(whole_byte(p, w * width), w + 1 == windows ? inner : whole_byte(p, (w + 1) * width));
-}
-
-// Lines [first, last) of a row, a few at a time: parameters are worth preparing, and memory is read in order or nearly.
+// Lines [first, last) of a row in memory order, or a few at a time where lines are too long to keep their parameters.
 template <class M, class X>
 void walk_lines(const Job& job, int64_t row, int64_t first, int64_t last, Tile<M, X>& tile) {
-    const View& v = job.p.view;
-    if (v.inner <= TILE<M>) return walk_columns(job, row, first, last, 0, v.inner, TILE<M>, tile);
-    constexpr int64_t LINES = 16;
+    constexpr int64_t LINES = 16, WIDTH = 4096;
+    const int64_t inner = job.p.view.inner;
+    if (inner <= WIDTH) return walk_columns(job, row, first, last, 0, inner, TILE<M>, tile);
     for (int64_t line = first; line < last; line += LINES)
-        each_window(job.p, TILE<M>, [&](int64_t c, int64_t end) {
-            walk_columns(job, row, line, least(last, line + LINES), c, end, 2 * v.inner, tile);
-        });
+        for (int64_t c = 0, end; c < inner; c = end) {
+            end = inner - c <= WIDTH ? inner : whole_byte(job.p, c + WIDTH);
+            walk_columns(job, row, line, least(last, line + LINES), c, end, TILE<M>, tile);
+        }
 }
 
 // -- what threads share out --------------------------------------------------------------------------------------
