@@ -18,16 +18,16 @@ TEXT = (ROOT / "README.md").read_text()
 def test_the_python_blocks_run_in_order() -> None:
     scope: dict[str, object] = {}
     for block in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(block, scope)  # noqa: S102
+        exec(block, scope)
     assert scope["plan"].sku().backend is BackendKind.CPU  # type: ignore[attr-defined]
 
 
 def test_the_error_shown_is_the_error_raised() -> None:
     (call, message) = re.search(r">>> (.*)\nbaracuda.errors.InvalidProblem: (.*)\n", TEXT).groups()  # type: ignore[union-attr]
     scope: dict[str, object] = {}
-    exec("import torch, baracuda\nfrom baracuda import PerGroup", scope)  # noqa: S102
+    exec("import torch, baracuda\nfrom baracuda import PerGroup", scope)
     with pytest.raises(InvalidProblem) as raised:
-        exec(call, scope)  # noqa: S102
+        exec(call, scope)
     assert str(raised.value) == message
 
 
