@@ -28,8 +28,8 @@ def section(run: dict[str, Any]) -> str:
     size = " x ".join(map(str, run["shape"]))
     lines = [
         BEGIN,
-        f"{run['machine']}, {run['isa']}, {run['threads']} threads, torch {run['torch']}, {size} elements to s8, one run; "
-        "GB/s counts every byte read and written once, the other columns are how many times faster than a peer:",
+        f"{run['machine']}, {run['isa']}, {run['threads']} threads, torch {run['torch']}, {size} elements to s8, "
+        "one run; GB/s counts every byte read and written once, the last columns how many times faster than a peer:",
         "",
         "| operation | scope | from | GB/s | of a copy | torch | torch.compile | ONNX Runtime |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
