@@ -35,11 +35,11 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 # On a machine with an NVIDIA GPU and a CUDA build of torch: the interpreter of that environment, nothing installed.
 GPU_PYTHON ?= python3
 gpu-test:
-	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m pytest tests/gpu -m gpu -p no:benchmark -n 8
 
 gpu-bench:
-	$(GPU_PYTHON) -m pip install --quiet --no-build-isolation --no-deps .
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m bench gpu --json docs/bench-gpu.json
 	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
 
