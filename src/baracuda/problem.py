@@ -144,8 +144,12 @@ class Numbers:
 
     def require(self, name: str, value: object) -> None:
         kinds = _INTEGRALS if self.kind is int else _REALS
-        if not isinstance(value, kinds) or isinstance(value, bool) or not self.low < cast(float, value) < self.high:
-            raise InvalidProblem(f"{name}: expected {self.expected}, or a tensor, got {value!r}")
+        if isinstance(value, kinds) and not isinstance(value, bool):
+            # Other libraries' scalars would round the limits to their own type.
+            number = value if isinstance(value, int | float) else self.kind(cast(float, value))
+            if self.low < number < self.high:
+                return
+        raise InvalidProblem(f"{name}: expected {self.expected}, or a tensor, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
