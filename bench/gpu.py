@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -303,6 +304,21 @@ def measure(
     )
 
 
+def compile_ahead(chosen: list[Problem], jobs: int) -> None:
+    """Launch every problem once in other processes: what they compile is then in Triton's cache."""
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        list(pool.map(_launch_once, chosen))
+
+
+def _launch_once(p: Problem) -> None:
+    device = torch.device("cuda", 0)
+    plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
+    size = plan.workspace_size()
+    plan._launch(operands(p, device), torch.empty(size, dtype=torch.uint8, device=device) if size else None)
+    torch.cuda.synchronize(device)
+
+
 def host_microseconds(device: torch.device) -> float:
     """Host time of one checked launch of a small quantize plan."""
     p = Problem(QuantizeKind.QUANTIZE, (8, 128), ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
@@ -323,6 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="leave out f16, u8, u4 and the peers")
     parser.add_argument("--small", action="store_true", help="4096 x 4096 against torch.compile instead")
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
     parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
@@ -334,10 +351,14 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"host time of a checked launch: {host_microseconds(device):.1f} us")
     shape = (4096, 4096) if options.small else (16384, 8192)
     lines = []
-    for name, p in problems(shape, options.quick or options.small):
-        label = f"{p.op.value}|{name}|{p.element.value}|{p.quantized.value}|{p.mode.value}"
-        if not all(part in label for part in options.only.split(",")):
-            continue
+    chosen = [
+        (name, p)
+        for name, p in problems(shape, options.quick or options.small)
+        if all(part in _label(name, p) for part in options.only.split(","))
+    ]
+    if options.jobs > 1:
+        compile_ahead([p for _, p in chosen], options.jobs)
+    for name, p in chosen:
         line = measure(
             name, p, ceiling, device, options.small or not options.quick, options.small, not options.no_check
         )
@@ -354,6 +375,10 @@ def main(arguments: list[str] | None = None) -> None:
             device_name, versions = torch.cuda.get_device_name(device), {"torch": torch.__version__}
             head = {"device": device_name, "versions": versions, "copy_terabytes": ceiling / 1e6}
             json.dump({**head, "lines": [asdict(line) for line in lines]}, file, indent=1)
+
+
+def _label(name: str, p: Problem) -> str:
+    return f"{p.op.value}|{name}|{p.element.value}|{p.quantized.value}|{p.mode.value}"
 
 
 def _row(line: Line, small: bool) -> str:

@@ -88,11 +88,12 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
     """The kernel that holds or re-reads whole segments."""
     view, tile = problem.view, config.tile
     constants = _dynamic(problem) | {"PACKED": packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
+    constants |= {"VECTOR": tile.vector or (16 // problem.element.dtype.itemsize if constants["PACKED"] else 0)}
     if config.schedule is Schedule.BLOCKS:
         blocks = blocks_of(view.inner, tile.columns)
         even = view.run == tile.lines and view.inner % tile.columns == 0
         sizes = {"run": view.run, "inner": view.inner, "column_blocks": blocks}
-        constants |= {"MASK": mask(even), "LINES": tile.lines, "VECTOR": tile.vector}
+        constants |= {"MASK": mask(even), "LINES": tile.lines}
         return Step(ranges.blocks, view.rows * blocks, sizes, constants, tile.warps, device)
     sizes = {"lines": view.rows, "width": view.run}
     if config.schedule is Schedule.ROWS:

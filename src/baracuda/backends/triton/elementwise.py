@@ -5,27 +5,33 @@
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
-# ruff: noqa: RET505
+# ruff: noqa: RET505, PLR1714, SIM109
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from .numerics import (
+    FAR,
+    PLAIN,
+    awkward,
     bounds,
+    divide_gradient,
     exact_divide,
-    far_bounds,
     in_range,
+    invert,
     lanes,
     load_scale,
     load_zero_point,
     loop_bound,
-    low_bits,
     narrow,
     nibble,
     pack_pairs,
     prepare,
     quantize_steps,
+    step_bits,
+    step_rest,
+    step_value,
     unpack_pairs,
     widen,
 )
@@ -56,46 +62,158 @@ def formula(
     HAS_ZP: tl.constexpr,
     OP: tl.constexpr,
     RECIPROCAL: tl.constexpr,
-    FAR: tl.constexpr,
+    WAY: tl.constexpr,
     Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr,
     F64: tl.constexpr,
 ):
-    """What an op makes of its elements. `a` is x or an int32 q; a quantized result is an int32, to be stored as 8 or
-    4 bits. Scale and zero point have any shape that broadcasts, so that what depends on them alone is done once."""
+    """What an op makes of its elements: of a quantization the bits of the step. `a` is x, widened, or an int32 q.
+
+    Scale and zero point have any shape that broadcasts, so that what depends on them alone is done once."""
     if OP == DEQUANTIZE:
         q = a - zero_point if HAS_ZP else a
         return narrow(q.to(tl.float64 if F64 else tl.float32) * scale, dtype, MAY_BE_NAN)
     elif OP == DEQUANTIZE_BACKWARD:
-        return narrow(widen(dy, F64) * scale, dtype, True)
+        return narrow(dy * scale, dtype, True)
     else:
-        divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
-        low, high, shift, odd = bounds(zero_point, HAS_ZP, Q_MIN, Q_MAX, F64)
-        x = widen(a, F64)
-        if OP == QUANTIZE:
-            m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, FAR, F64)
-            return low_bits(m, F64) + odd
-        elif OP == FAKE_QUANTIZE:
-            m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, FAR, F64)
-            return narrow((m - shift) * scale, dtype, MAY_BE_NAN)
+        plain: tl.constexpr = WAY == PLAIN and not RECIPROCAL
+        if plain:
+            divisor, reciprocal, factor = scale, invert(scale, F64), scale
         else:
-            passes = in_range(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, FAR, F64)
-            grad = widen(dy, F64)
-            if OP == QUANTIZE_BACKWARD:
-                grad = grad * reciprocal if RECIPROCAL else exact_divide(grad, scale, F64)
-            else:  # a gradient that only passes is not converted, so its NaN would keep sign and payload
-                grad = tl.where(grad == grad, grad, float("nan"))
+            divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
+        low, high, shift = bounds(zero_point, HAS_ZP, Q_MIN, Q_MAX, F64)
+        if OP == QUANTIZE:
+            step = quantize_steps(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
+            return step_bits(step, F64)
+        elif OP == FAKE_QUANTIZE:
+            step = quantize_steps(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
+            return narrow(step_value(step, shift, F64) * scale, dtype, MAY_BE_NAN and not plain)
+        else:
+            passes = in_range(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
+            if OP == FAKE_QUANTIZE_BACKWARD:
+                # What only passes need not be converted, and a NaN that is not converted keeps sign and payload.
+                grad = dy if dtype == tl.bfloat16 else tl.where(dy == dy, dy, float("nan"))
+            elif RECIPROCAL:
+                grad = dy * reciprocal
+            elif plain:
+                grad = divide_gradient(dy, divisor, reciprocal, F64)
+            else:
+                grad = exact_divide(dy, scale, F64)
             return narrow(tl.where(passes, grad, 0.0), dtype, True)
 
 
 @triton.constexpr_function
-def rounds_in_f32(op: int, reciprocal: bool, f64: bool, has_zp: bool) -> bool:
-    """Whether a large zero point asks for `quantize_steps`' other way."""
-    return has_zp and not reciprocal and not f64 and op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
+def divides(op: int, reciprocal: bool) -> bool:
+    """Whether an awkward scale or zero point asks for `quantize_steps`' other way."""
+    return not reciprocal and op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
 
 
 @triton.jit
-def tile(
+def store_quantized(
+    out_ptr,
+    bits,
+    rest,
+    start,
+    column,
+    width,
+    valid,
+    MASKED: tl.constexpr,
+    PACKED: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Store bits + rest as bytes or as pairs in bytes; each column may have a rest of its own."""
+    if PACKED:
+        pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
+        mask = valid & (pairs < width // 2) if MASKED else None
+        byte = pack_pairs(bits, rest, PACKED == SIGNED, PER_COLUMN, LINES, COLS)
+        tl.store(out_ptr + start // 2 + pairs, byte, mask=mask)
+    else:
+        columns = column + lanes(COLS, VECTOR)[None, :]
+        mask = valid & (columns < width) if MASKED else None
+        tl.store(out_ptr + start + columns, (bits + rest).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_tile(
+    a_ptr,
+    dy_ptr,
+    start,
+    column,
+    width,
+    valid,
+    MASKED: tl.constexpr,
+    OP: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """(x or q, dy): lines that begin at `start`, columns from `column` on; of an op that reads one, that one twice.
+
+    In the math type or as int32. Packed pairs never straddle lines here, so the packed side has the same lines of half
+    the length.
+    """
+    columns = column + lanes(COLS, VECTOR)[None, :]
+    mask = valid & (columns < width) if MASKED else None
+    if OP == DEQUANTIZE and PACKED:
+        pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
+        pair_mask = valid & (pairs < width // 2) if MASKED else None
+        a = unpack_pairs(tl.load(a_ptr + start // 2 + pairs, mask=pair_mask), PACKED == SIGNED)
+    elif OP == DEQUANTIZE:
+        a = tl.load(a_ptr + start + columns, mask=mask).to(tl.int32)
+    elif OP == DEQUANTIZE_BACKWARD:
+        a = widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+    else:
+        a = widen(tl.load(a_ptr + start + columns, mask=mask), F64)
+    if OP == FAKE_QUANTIZE_BACKWARD or OP == QUANTIZE_BACKWARD:
+        return a, widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+    else:
+        return a, a
+
+
+@triton.jit
+def finish_tile(
+    a,
+    dy,
+    out_ptr,
+    scale,
+    zero_point,
+    start,
+    column,
+    width,
+    valid,
+    MASKED: tl.constexpr,
+    WAY: tl.constexpr,
+    MAY_BE_NAN: tl.constexpr,
+    HAS_ZP: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
+    OP: tl.constexpr,
+    RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr,
+    PACKED: tl.constexpr,
+    F64: tl.constexpr,
+    LINES: tl.constexpr,
+    COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+):
+    """Compute and store what was loaded."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, WAY, Q_MIN, Q_MAX, F64)
+    if OP == QUANTIZE:
+        rest = step_rest(zero_point, F64) if HAS_ZP else 0
+        per_column: tl.constexpr = PER_COLUMN and HAS_ZP and zero_point.type.is_block()
+        store_quantized(out_ptr, y, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR)
+    else:
+        columns = column + lanes(COLS, VECTOR)[None, :]
+        tl.store(out_ptr + start + columns, y, mask=valid & (columns < width) if MASKED else None)
+
+
+@triton.jit
+def dense_tile(
     a_ptr,
     dy_ptr,
     out_ptr,
@@ -106,7 +224,6 @@ def tile(
     width,
     valid,
     MASKED: tl.constexpr,
-    FAR: tl.constexpr,
     MAY_BE_NAN: tl.constexpr,
     HAS_ZP: tl.constexpr,
     OP: tl.constexpr,
@@ -119,33 +236,45 @@ def tile(
     COLS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Load, compute and store [LINES, COLS] elements: lines that begin at `start`, columns from `column` on.
-
-    Packed pairs never straddle lines here, so the packed side has the same lines of half the length.
-    """
-    columns = column + lanes(COLS, VECTOR)[None, :]
-    offsets = start + columns
-    mask = valid & (columns < width) if MASKED else None
-    if PACKED:
-        pairs = column // 2 + tl.arange(0, COLS // 2)[None, :]
-        pair_offsets = start // 2 + pairs
-        pair_mask = valid & (pairs < width // 2) if MASKED else None
-    a, dy = None, None
-    if OP == DEQUANTIZE:
-        if PACKED:
-            a = unpack_pairs(tl.load(a_ptr + pair_offsets, mask=pair_mask), PACKED == SIGNED)
-        else:
-            a = tl.load(a_ptr + offsets, mask=mask).to(tl.int32)
-    elif OP != DEQUANTIZE_BACKWARD:
-        a = tl.load(a_ptr + offsets, mask=mask)
-    if dy_ptr is not None:
-        dy = tl.load(dy_ptr + offsets, mask=mask)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
-    if PACKED and OP == QUANTIZE:
-        tl.store(out_ptr + pair_offsets, pack_pairs(y, LINES, COLS), mask=pair_mask)
+    """A tile with one scale a line. Loaded first: the elements are under way while the scale is looked at."""
+    a, dy = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, COLS, VECTOR)
+    args = (a, dy, out_ptr, scale, zero_point, start, column, width, valid)
+    if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
+        finish_tile(
+            *args,
+            MASKED,
+            FAR,
+            MAY_BE_NAN,
+            HAS_ZP,
+            False,
+            OP,
+            RECIPROCAL,
+            Q_MIN,
+            Q_MAX,
+            PACKED,
+            F64,
+            LINES,
+            COLS,
+            VECTOR,
+        )
     else:
-        tl.store(out_ptr + offsets, y.to(dtype), mask=mask)
+        finish_tile(
+            *args,
+            MASKED,
+            PLAIN,
+            MAY_BE_NAN,
+            HAS_ZP,
+            False,
+            OP,
+            RECIPROCAL,
+            Q_MIN,
+            Q_MAX,
+            PACKED,
+            F64,
+            LINES,
+            COLS,
+            VECTOR,
+        )
 
 
 @triton.jit
@@ -171,6 +300,7 @@ def dense(
     WIDE: tl.constexpr,
     LINES: tl.constexpr,
     COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
@@ -190,16 +320,14 @@ def dense(
     may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
     has_zp: tl.constexpr = zero_point_ptr is not None
     args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid)
-    if rounds_in_f32(OP, RECIPROCAL, F64, has_zp) and far_bounds(zero_point):
-        tile(*args, True, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, 0)
-    elif MASK == NEVER:
-        tile(*args, False, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, 0)
+    if MASK == NEVER:
+        dense_tile(*args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
     elif MASK == ALWAYS:
-        tile(*args, True, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, 0)
+        dense_tile(*args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
     elif (first + LINES <= lines) & (column + COLS <= width):
-        tile(*args, False, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, 0)
+        dense_tile(*args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
     else:
-        tile(*args, True, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, 0)
+        dense_tile(*args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
 
 
 @triton.jit
@@ -240,23 +368,42 @@ def columns(
     may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
     has_zp: tl.constexpr = zero_point_ptr is not None
     end = tl.minimum(first + LINES * ITERS, run)
-    if rounds_in_f32(OP, RECIPROCAL, F64, has_zp) and far_bounds(zero_point):
+    if divides(OP, RECIPROCAL) and awkward(scale, zero_point, has_zp, F64):
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
             start, valid = (row * run + line) * inner, line < run
-            args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, inner, valid)
-            tile(*args, True, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
+            a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, COLS, VECTOR)
+            args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
+            finish_tile(
+                *args,
+                True,
+                FAR,
+                may_be_nan,
+                has_zp,
+                True,
+                OP,
+                RECIPROCAL,
+                Q_MIN,
+                Q_MAX,
+                PACKED,
+                F64,
+                LINES,
+                COLS,
+                VECTOR,
+            )
     else:
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
             start, valid = (row * run + line) * inner, line < run
-            args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, inner, valid)
-            tile(
+            a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, MASK != NEVER, OP, PACKED, F64, COLS, VECTOR)
+            args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
+            finish_tile(
                 *args,
                 MASK != NEVER,
-                False,
+                PLAIN,
                 may_be_nan,
                 has_zp,
+                True,
                 OP,
                 RECIPROCAL,
                 Q_MIN,
@@ -308,15 +455,13 @@ def scattered(
         zero_point = load_zero_point(zero_point_ptr, segment, keep)
         if OP == DEQUANTIZE:
             q = nibble(packed >> (4 * half), PACKED == SIGNED)
-            y = formula(
-                q, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, has_zp, Q_MIN, Q_MAX, F64
-            )
+            y = formula(q, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
             tl.store(out_ptr + offset, y, mask=keep)
         else:
-            x = tl.load(a_ptr + offset, mask=keep, other=0.0)
-            q = formula(
-                x, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, has_zp, Q_MIN, Q_MAX, F64
-            )
+            x = widen(tl.load(a_ptr + offset, mask=keep, other=0.0), F64)
+            q = formula(x, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
+            if has_zp:
+                q += step_rest(zero_point, F64)
             packed |= tl.where(keep, (q & 15) << (4 * half), 0)
     if OP == QUANTIZE:
         tl.store(out_ptr + byte, packed.to(tl.uint8), mask=inside)

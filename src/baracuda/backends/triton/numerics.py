@@ -19,6 +19,10 @@ INF = tl.constexpr(float("inf"))
 MAGIC_F32 = tl.constexpr(1.5 * 2.0**23)
 MAGIC_F64 = tl.constexpr(1.5 * 2.0**52)
 MAX_ZERO_POINT = tl.constexpr(2**24 - 256)
+#: The ways of `quantize_steps`.
+PLAIN = tl.constexpr(0)
+FAR = tl.constexpr(1)
+HELD = tl.constexpr(2)
 #: Up to here `bound * scale`, rounded, is nearer to its bound than half a step, in f32.
 NEAR = tl.constexpr(2**22 - 1024)
 #: Larger than any clamp bound.
@@ -51,7 +55,7 @@ def loop_bound(n):
 
 @triton.jit
 def widen(x, F64: tl.constexpr):
-    """A stored float in the math type, exactly."""
+    """A stored float in the math type, exactly; from bf16 by integers, so that no compiler undoes it with `narrow`."""
     if x.dtype == tl.bfloat16:
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif F64:
@@ -126,7 +130,7 @@ def at_most(y, high):
 
 @triton.jit
 def larger(a, b):
-    """The larger of both, or NaN."""
+    """The larger of both, or NaN; of floats or of what `ordered` makes of them."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -139,7 +143,9 @@ def smaller(a, b):
 @triton.jit
 def largest(x, axis: tl.constexpr):
     """The maximum along an axis, or NaN: `tl.max` alone drops NaN."""
-    if INTERPRETED:  # where any other combination is evaluated one element at a time
+    if x.dtype.is_int():
+        return tl.max(x, axis)
+    elif INTERPRETED:  # where any other combination is evaluated one element at a time
         poison = tl.max((x != x).to(tl.int32), axis)
         return tl.where(poison > 0, float("nan"), tl.max(tl.where(x == x, x, -INF), axis)).to(x.dtype)
     else:
@@ -149,7 +155,10 @@ def largest(x, axis: tl.constexpr):
 @triton.jit
 def smallest(x, axis: tl.constexpr):
     """The minimum along an axis, or NaN."""
-    return -largest(-x, axis) if INTERPRETED else tl.reduce(x, axis, smaller)
+    if x.dtype.is_int():
+        return tl.min(x, axis)
+    else:
+        return -largest(-x, axis) if INTERPRETED else tl.reduce(x, axis, smaller)
 
 
 # -- division ----------------------------------------------------------------------------------------------------
@@ -162,6 +171,17 @@ def exact_divide(a, b, F64: tl.constexpr):
 
 
 @triton.jit
+def invert(x, F64: tl.constexpr):
+    """1 / x, correctly rounded: half the instructions of a division."""
+    if INTERPRETED:
+        return exact_divide(1.0, x, F64)
+    elif F64:
+        return tl.inline_asm_elementwise("rcp.rn.f64 $0, $1;", "=d,d", [x], tl.float64, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def fused(a, b, c):
     """a * b + c, rounded once."""
     if INTERPRETED and c.dtype == tl.float32:
@@ -171,149 +191,248 @@ def fused(a, b, c):
 
 
 @triton.jit
-def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
-    """(divisor, reciprocal, factor) of a scale, once per scale: x / scale is x * factor / divisor.
+def ordinary(scale, F64: tl.constexpr):
+    """Whether quotients by the scale and their remainders neither overflow nor lose bits as they are."""
+    tiny: tl.constexpr = 2.0**-900 if F64 else 2.0**-100
+    huge: tl.constexpr = 2.0**900 if F64 else 2.0**100
+    return (scale >= tiny) & (scale <= huge)
 
-    The divisor is positive and where the remainder of a division is exact; the factor brings x there too, with the
-    scale's sign. What has no such divisor is all in the factor: of 0 an infinity, of infinity 0, of NaN a NaN.
+
+@triton.jit
+def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """(divisor, reciprocal, factor) of any scale, once per scale: x / scale is x * factor / divisor.
+
+    The divisor is `ordinary`; the factor brings x there too, with the scale's sign. What has no such divisor is all in
+    the factor: of 0 an infinity, of infinity 0, of NaN a NaN.
     """
     if RECIPROCAL:
-        return scale, exact_divide(1.0, scale, F64), scale
+        return scale, invert(scale, F64), scale
     else:
         magnitude = tl.abs(scale)
-        tiny: tl.constexpr = 2.0**-900 if F64 else 2.0**-100
-        huge: tl.constexpr = 2.0**900 if F64 else 2.0**100
         step: tl.constexpr = 2.0**512 if F64 else 2.0**60
         back: tl.constexpr = 2.0**-512 if F64 else 2.0**-60
-        factor = tl.where(magnitude < tiny, step, tl.where(magnitude > huge, back, 1.0)).to(scale.dtype)
-        ordinary = (magnitude > 0) & (magnitude < INF)
-        divisor = tl.where(ordinary, magnitude * factor, 1.0).to(scale.dtype)
+        factor = tl.where(ordinary(magnitude, F64), 1.0, tl.where(magnitude < 1.0, step, back)).to(scale.dtype)
+        divisible = (magnitude > 0) & (magnitude < INF)
         special = tl.where(magnitude == 0, INF, tl.where(magnitude == INF, 0.0, scale)).to(scale.dtype)
-        factor = tl.where(ordinary, factor, special)
+        divisor = tl.where(divisible, magnitude * factor, 1.0).to(scale.dtype)
+        factor = tl.where(divisible, factor, special)
         negative = scale.to(tl.int64 if F64 else tl.int32, bitcast=True) < 0
-        return divisor, exact_divide(1.0, divisor, F64), tl.where(negative, -factor, factor)
+        return divisor, invert(divisor, F64), tl.where(negative, -factor, factor)
+
+
+@triton.jit
+def prepare_positive(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """The same for a scale that a range gave, a normal number, infinity or NaN, in a handful of instructions: the
+    divisor is the scale's significand, in [2, 4), and the factor the rest of it."""
+    if RECIPROCAL:
+        return scale, invert(scale, F64), scale
+    else:
+        integer: tl.constexpr = tl.int64 if F64 else tl.int32
+        exponents: tl.constexpr = 0x7FF0000000000000 if F64 else 0x7F800000
+        two: tl.constexpr = 0x4000000000000000 if F64 else 0x40000000
+        bits = scale.to(integer, bitcast=True)
+        divisor = ((bits & ~exponents) | two).to(scale.dtype, bitcast=True)
+        factor = (exponents - (bits & exponents)).to(scale.dtype, bitcast=True)
+        return divisor, invert(divisor, F64), tl.where(scale == scale, factor, scale)
 
 
 @triton.jit
 def corrected(quotient, x, divisor, reciprocal):
     """A quotient by the rounded reciprocal, corrected by its exact remainder."""
-    return fused(fused(-quotient, divisor, x), reciprocal, quotient)
+    return fused(fused(quotient, -divisor, x), reciprocal, quotient)
 
 
 @triton.jit
-def divide_within(x, divisor, reciprocal, F64: tl.constexpr):
-    """x / divisor, correctly rounded as far as rounding to an integer can tell, for quotients up to 2**24.
-
-    A division per element costs a third of the bandwidth in bf16. One correction is enough in f32, checked over every
-    x; in f64 the second makes the quotient exact by Markstein's theorem.
-    """
+def corrected_twice(quotient, x, divisor, reciprocal, F64: tl.constexpr):
+    """x / divisor, correctly rounded: the first correction leaves an error below a unit, and from there the second is
+    exact by Markstein's theorem. The interpreter has no fma for f64."""
     if F64 and INTERPRETED:
         return x / divisor
     else:
-        quotient = corrected(x * reciprocal, x, divisor, reciprocal)
-        return corrected(quotient, x, divisor, reciprocal) if F64 else quotient
+        return corrected(corrected(quotient, x, divisor, reciprocal), x, divisor, reciprocal)
+
+
+@triton.jit
+def divide_by(x, N: tl.constexpr, F64: tl.constexpr):
+    """x / N of a positive x, correctly rounded where the result is a normal number."""
+    if N == 0 or (F64 and INTERPRETED):
+        return exact_divide(x, tl.full(x.shape, N, x.dtype), F64)
+    else:
+        n, inverse = tl.full(x.shape, N, x.dtype), tl.full(x.shape, 1.0 / N, x.dtype)
+        return tl.where(x < INF, corrected_twice(x * inverse, x, n, inverse, F64), x)
+
+
+def _gradient_division() -> str:
+    """PTX for four elements: $0-3 = $4-7 / $8-11, given reciprocals, negated divisors and least safe quotients."""
+    quick, slow = "", ""
+    for i in range(4):
+        y, dy, divisor, reciprocal, negated, least = (f"${i + 4 * j}" for j in range(6))
+        quick += f"""
+            mul.rn.f32 q, {dy}, {reciprocal};
+            fma.rn.f32 r, q, {negated}, {dy};
+            fma.rn.f32 s, r, {reciprocal}, q;
+            fma.rn.f32 r, s, {negated}, {dy};
+            fma.rn.f32 s, r, {reciprocal}, s;
+            abs.f32 r, q;
+            setp.ge.f32 safe, r, {least};
+            setp.le.and.f32 safe, r, 0f7E800000, safe;
+            selp.f32 {y}, s, q, safe;
+            setp.ne.and.f32 lossy{i}, {dy}, 0f00000000, !safe;"""
+        slow += f"@lossy{i} div.rn.f32 {y}, {dy}, {divisor};\n"
+    return f"""{{
+            .reg .pred safe, any, lossy0, lossy1, lossy2, lossy3;
+            .reg .f32 q, r, s;
+            {quick}
+            or.pred any, lossy0, lossy1;
+            or.pred any, any, lossy2;
+            or.pred any, any, lossy3;
+            @!any bra DONE;
+            {slow}
+            DONE:
+            }}"""
+
+
+GRADIENT_DIVISION = tl.constexpr(_gradient_division())
+
+
+@triton.jit
+def divide_gradient(dy, divisor, reciprocal, F64: tl.constexpr):
+    """dy / divisor, correctly rounded, of an `ordinary` divisor and any dy.
+
+    Two corrections make a product by the reciprocal the quotient; zeros are right before any. Where a correction could
+    lose bits, as quotient or remainder come near the ends of the exponents, the slow division is taken.
+    """
+    if F64 or INTERPRETED:
+        return exact_divide(dy, divisor, F64)
+    else:
+        least = tl.maximum(reciprocal, 1.0) * 2.0**-98
+        outputs: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
+        operands = [dy, divisor, reciprocal, -divisor, least]
+        return tl.inline_asm_elementwise(GRADIENT_DIVISION, outputs, operands, tl.float32, is_pure=True, pack=4)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------
 
+# A "step" is rint(x / scale), clamped. In f32 it is kept as the sum with a number that pushes the fraction out of the
+# significand, whose low bits then are q; in f64, where a maximum takes many instructions, as an int32.
+
 
 @triton.jit
 def bounds(zero_point, HAS_ZP: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, F64: tl.constexpr):
-    """(low, high, shift, odd): the clamp's bounds, what added to a value between them rounds it, and the rest of q.
+    """(low, high, shift): the clamp's bounds and, in f32, what added to a value between them rounds it.
 
-    The shift contains the zero point, so that the sum is MAGIC plus at most 8 bits however large the zero point is:
-    its low bits are q. But for an odd zero point's last unit, which would turn ties to even into ties to odd.
+    The shift contains the zero point, so that the sum is MAGIC plus at most 8 bits however large the zero point is.
+    But for an odd zero point's last unit, which would turn ties to even into ties to odd.
     """
-    magic: tl.constexpr = MAGIC_F64 if F64 else MAGIC_F32
-    if not HAS_ZP:
-        return Q_MIN * 1.0, Q_MAX * 1.0, magic, 0
+    if F64:
+        return Q_MIN - zero_point, Q_MAX - zero_point, 0
+    elif HAS_ZP:
+        shift = (zero_point & -2).to(tl.float32) + MAGIC_F32
+        return (Q_MIN - zero_point).to(tl.float32), (Q_MAX - zero_point).to(tl.float32), shift
     else:
-        math: tl.constexpr = tl.float64 if F64 else tl.float32
-        shift = (zero_point & -2).to(math) + magic
-        return (Q_MIN - zero_point).to(math), (Q_MAX - zero_point).to(math), shift, zero_point & 1
+        return Q_MIN * 1.0, Q_MAX * 1.0, MAGIC_F32
 
 
 @triton.jit
-def far_bounds(zero_point):
-    """Whether any bound is too large for `NEAR`."""
-    if zero_point.type.is_block():
-        return tl.max(tl.abs(zero_point)) > NEAR
+def awkward(scale, zero_point, HAS_ZP: tl.constexpr, F64: tl.constexpr):
+    """Whether any scale or bound asks for the FAR way of `quantize_steps`."""
+    fine = ordinary(scale, F64).to(tl.int32)
+    if HAS_ZP and not F64:
+        fine &= (tl.abs(zero_point) <= NEAR).to(tl.int32)
+    if fine.type.is_block():
+        return tl.min(fine) == 0
     else:
-        return tl.abs(zero_point) > NEAR
+        return fine == 0
 
 
 @triton.jit
-def low_bits(m, F64: tl.constexpr):
-    """The rounded integer, right in its low 16 bits: all that an 8-bit result keeps."""
-    return m.to(tl.int64, bitcast=True).to(tl.int32) if F64 else m.to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def rint(y, F64: tl.constexpr):
-    """Round half to even for any y, NaN and infinities kept."""
-    whole: tl.constexpr = 2.0**52 if F64 else 2.0**23
-    shift = tl.where(y < 0, -whole, whole).to(y.dtype)
-    return tl.where(tl.abs(y) < whole, (y + shift) - shift, y)
-
-
-# -- the ops -----------------------------------------------------------------------------------------------------
+def whole(y, low, high):
+    """An f64 rounded half to even and clamped to int32 bounds; NaN gives the lower one."""
+    if INTERPRETED:
+        y = tl.where(y == y, y, low)
+        y = tl.where(y < low, low, tl.where(y > high, high, y)).to(tl.float64)
+        return ((y + MAGIC_F64) - MAGIC_F64).to(tl.int32)
+    else:
+        t = tl.inline_asm_elementwise("cvt.rni.s32.f64 $0, $1;", "=r,d", [y], tl.int32, is_pure=True, pack=1)
+        return tl.where(y == y, tl.minimum(tl.maximum(t, low), high), low)
 
 
 @triton.jit
 def quantize_steps(
-    x,
-    divisor,
-    reciprocal,
-    factor,
-    low,
-    high,
-    shift,
-    RECIPROCAL: tl.constexpr,
-    FAR: tl.constexpr,
-    F64: tl.constexpr,
+    x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr
 ):
-    """rint(x / scale) clamped to the bounds, plus the shift. NaN gives the lower bound.
+    """rint(x / scale) clamped to the bounds, as a step. NaN gives the lower bound.
 
-    With bounds that are not FAR, x is clamped before it is divided: nothing can overflow any more, and the bounds
-    come back exact. Otherwise a quotient beyond every bound need only stay there: +inf is held finite, as its
-    remainder would be NaN; what does become NaN is -inf or NaN already, the lower bound to any clamp.
+    PLAIN, with an `ordinary` scale and bounds that are not far, clamps x before it is divided: nothing can overflow
+    any more, and the bounds come back exact. FAR takes any scale and bound: a quotient beyond every bound need only
+    stay there, so +inf is held finite, as its remainder would be NaN; what does become NaN is -inf or NaN already, the
+    lower bound to any clamp. HELD is for an x that its scale's range contains, whose quotient is bounded or NaN.
+    One correction is enough in f32, checked over every x.
     """
-    if RECIPROCAL:
-        y = at_most(at_least(x * reciprocal, low), high)
-    elif FAR:
+    if not RECIPROCAL and WAY != PLAIN:
         x = x * factor
-        y = corrected(at_most(x * reciprocal, BEYOND), x, divisor, reciprocal)
-        y = at_most(at_least(y, low), high)
+    if F64:
+        y = x * reciprocal
+        if not RECIPROCAL:
+            y = tl.where(tl.abs(y) < BEYOND, corrected_twice(y, x, divisor, reciprocal, F64), y)
+        return whole(y, low, high)
+    elif not RECIPROCAL and WAY == PLAIN:
+        x = at_most(at_least(x, low * divisor), high * divisor)
+        return corrected(x * reciprocal, x, divisor, reciprocal) + shift
     else:
-        x = at_most(at_least(x * factor, low * divisor), high * divisor)
-        y = divide_within(x, divisor, reciprocal, F64)
-    return y + shift
+        y = x * reciprocal
+        if not RECIPROCAL:
+            if WAY == FAR:
+                y = at_most(y, BEYOND)
+            y = corrected(y, x, divisor, reciprocal)
+        return at_most(at_least(y, low), high) + shift
+
+
+@triton.jit
+def step_bits(step, F64: tl.constexpr):
+    """An integer whose low 16 bits, with `step_rest` added, are q's."""
+    return step if F64 else step.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def step_rest(zero_point, F64: tl.constexpr):
+    """What the bits of a step lack of q."""
+    return zero_point if F64 else zero_point & 1
+
+
+@triton.jit
+def step_value(step, shift, F64: tl.constexpr):
+    """q - zero point, in the math type."""
+    return step.to(tl.float64) if F64 else step - shift
 
 
 @triton.jit
 def in_range(
-    x,
-    divisor,
-    reciprocal,
-    factor,
-    low,
-    high,
-    shift,
-    RECIPROCAL: tl.constexpr,
-    FAR: tl.constexpr,
-    F64: tl.constexpr,
+    x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr
 ):
     """low <= rint(x / scale) <= high. Clamped one step further out: that rounds the same and says the same."""
-    m = quantize_steps(x, divisor, reciprocal, factor, low - 1.0, high + 1.0, shift, RECIPROCAL, FAR, F64)
-    t = m - shift
-    return (t >= low) & (t <= high)
+    one: tl.constexpr = 1 if F64 else 1.0
+    step = quantize_steps(x, divisor, reciprocal, factor, low - one, high + one, shift, RECIPROCAL, WAY, F64)
+    return (step >= low + shift) & (step <= high + shift)
 
 
 @triton.jit
-def pack_pairs(q, LINES: tl.constexpr, COLS: tl.constexpr):
-    """[LINES, COLS] integers to [LINES, COLS / 2] bytes, the even index in the low nibble."""
-    even, odd = tl.split(tl.reshape(q, (LINES, COLS // 2, 2)))
-    return ((even & 15) | ((odd & 15) << 4)).to(tl.uint8)
+def pairs_of(x, LINES: tl.constexpr, COLS: tl.constexpr):
+    """[LINES, COLS] to the sums of neighbours, the odd ones 16 times."""
+    even, odd = tl.split(tl.reshape(x, (LINES, COLS // 2, 2)))
+    return even + (odd << 4)
+
+
+@triton.jit
+def pack_pairs(bits, rest, SIGNED: tl.constexpr, PER_COLUMN: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr):
+    """[LINES, COLS] integers bits + rest to [LINES, COLS / 2] bytes, the even index in the low nibble.
+
+    With 8 added a signed nibble is in 0..15 too, and no carry runs between the two: one sum for both.
+    """
+    rest += 8 if SIGNED else 0
+    rest = pairs_of(rest, 1, COLS) if PER_COLUMN else rest * 17
+    byte = pairs_of(bits, LINES, COLS) + rest
+    return (byte ^ 0x88 if SIGNED else byte).to(tl.uint8)
 
 
 @triton.jit
@@ -334,30 +453,41 @@ def unpack_pairs(byte, SIGNED: tl.constexpr):
 
 
 @triton.jit
+def ordered(x, SYMMETRIC: tl.constexpr):
+    """What ranges compare: of f64 integers in the same order, NaN outside of all numbers, as a maximum of f64 takes
+    many instructions. A symmetric range is one of magnitudes."""
+    if x.dtype == tl.float64:
+        bits = x.to(tl.int64, bitcast=True)
+        magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+        return bits & magnitude if SYMMETRIC else bits ^ ((bits >> 63) & magnitude)
+    else:
+        return tl.abs(x) if SYMMETRIC else x
+
+
+@triton.jit
+def unordered(x, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
+    """The number behind what was compared."""
+    if F64:
+        return (x if SYMMETRIC else x ^ ((x >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
+    else:
+        return x
+
+
+@triton.jit
 def stored_scale(scale, all_zero, dtype: tl.constexpr, SMALLEST: tl.constexpr, F64: tl.constexpr):
     """(as stored, as used): rounded to its storage type, kept away from zero; an all-zero segment gets 1."""
-    used = widen(narrow(scale, dtype, True), F64)
+    used = widen(narrow(scale, dtype, dtype == tl.bfloat16 or dtype == tl.float16), F64)
     used = tl.where(all_zero, 1.0, tl.where(used < SMALLEST, SMALLEST, used)).to(used.dtype)
     return narrow(used, dtype, True), used
 
 
 @triton.jit
-def asymmetric_scale(low, high, LEVELS: tl.constexpr, dtype: tl.constexpr, SMALLEST: tl.constexpr, F64: tl.constexpr):
-    """The width over the levels, both halved where the subtraction overflows; a constant segment's own magnitude."""
-    width = high - low
-    overflows = tl.abs(width) == INF
-    width = tl.where(overflows, high * 0.5 - low * 0.5, width)
-    scale = exact_divide(width, tl.where(overflows, LEVELS / 2, LEVELS * 1.0).to(width.dtype), F64)
-    return stored_scale(tl.where(low == high, tl.abs(low), scale), (low == 0) & (high == 0), dtype, SMALLEST, F64)
-
-
-@triton.jit
-def divide_by_rule(x, scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
-    """x / scale, or x * (1 / scale), of a few values."""
-    if RECIPROCAL:
-        return x * exact_divide(tl.full(scale.shape, 1.0, scale.dtype), scale, F64)
-    else:
-        return exact_divide(x, scale, F64)
+def far_from_zero(low, scale, F64: tl.constexpr):
+    """low / scale, rounded, is beyond 2**22 in magnitude: by more than half a unit in the last place of 2**22. Where
+    that is close the fma is exact."""
+    per_half_unit: tl.constexpr = 2.0**31 if F64 else 4.0
+    beyond = fused(tl.full(scale.shape, -4194304.0, scale.dtype), scale, tl.abs(low))
+    return beyond * per_half_unit > scale
 
 
 @triton.jit
@@ -373,25 +503,36 @@ def choose_qparams(
     SMALLEST: tl.constexpr,
     F64: tl.constexpr,
 ):
-    """(scale as stored, scale as used, zero point) of segments that span [low, high]; symmetric: high is max abs."""
+    """(scale as stored, scale as used, zero point) of segments that span [low, high]; symmetric: high is max abs.
+
+    Threads that share a segment all work this out, so it counts as if per element: one reciprocal, no division.
+    """
     if SYMMETRIC:
-        scale = exact_divide(high, tl.full(high.shape, Q_MAX, high.dtype), F64)
-        stored, used = stored_scale(scale, high == 0, dtype, SMALLEST, F64)
+        stored, used = stored_scale(divide_by(high, Q_MAX, F64), high == 0, dtype, SMALLEST, F64)
         return stored, used, tl.zeros(high.shape, tl.int32)
     else:
-        # Far from zero the literal formula's zero point would swallow the data: such a segment includes zero. Both
-        # ways are worked out side by side, as divisions that wait for each other take longer than twice as many.
-        low_zero, high_zero = tl.where(low > 0, 0.0, low), tl.where(high < 0, 0.0, high)
-        stored, used = asymmetric_scale(low_zero, high_zero, Q_MAX - Q_MIN, dtype, SMALLEST, F64)
-        t = divide_by_rule(low_zero, used, RECIPROCAL, F64)
+        levels: tl.constexpr = Q_MAX - Q_MIN
+        if INCLUDE_ZERO:
+            low, high = tl.where(low > 0, 0.0, low), tl.where(high < 0, 0.0, high)
+        width = high - low
+        overflows = tl.abs(width) == INF
+        half = tl.where(overflows, high * 0.5 - low * 0.5, width)
+        scale = divide_by(half, levels, F64)
+        scale = tl.where(overflows, scale + scale, scale)
+        scale = tl.where(low == high, tl.abs(low), scale)  # a constant segment's own magnitude
+        stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, SMALLEST, F64)
         if not INCLUDE_ZERO:
-            literal_stored, literal = asymmetric_scale(low, high, Q_MAX - Q_MIN, dtype, SMALLEST, F64)
-            ratio = exact_divide(low, literal, F64)
-            near = (tl.abs(ratio) <= 4194304.0) | (ratio != ratio)
-            stored, used = tl.where(near, literal_stored, stored), tl.where(near, literal, used)
-            t = tl.where(near, divide_by_rule(low, literal, True, F64) if RECIPROCAL else ratio, t)
-        t = rint(t, F64)
-        zero_point = Q_MIN - tl.where(t == t, t, 0.0)
-        zero_point = tl.where(zero_point > MAX_ZERO_POINT, MAX_ZERO_POINT * 1.0, zero_point)
-        zero_point = tl.where(zero_point < -MAX_ZERO_POINT, -MAX_ZERO_POINT * 1.0, zero_point)
-        return stored, used, zero_point.to(tl.int32)
+            # Far from zero the literal formula's zero point would swallow the data: such a segment includes zero.
+            far = far_from_zero(low, used, F64)
+            scale = tl.where(far, divide_by(larger(tl.abs(low), tl.abs(high)), levels, F64), scale)
+            stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, SMALLEST, F64)
+            low = tl.where(far & (low > 0), 0.0, low)
+        divisor, reciprocal, factor = prepare_positive(used, RECIPROCAL, F64)
+        if RECIPROCAL:
+            t = low * reciprocal
+        else:
+            low *= factor
+            t = corrected_twice(low * reciprocal, low, divisor, reciprocal, F64)
+        magic: tl.constexpr = MAGIC_F64 if F64 else MAGIC_F32
+        t = (tl.where(t == t, t, 0.0) + magic) - magic  # rounds up to 2**22, which is as far as t goes
+        return stored, used, Q_MIN - t.to(tl.int32)

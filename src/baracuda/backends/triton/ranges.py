@@ -6,14 +6,15 @@ elementwise kernels.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
-# ruff: noqa: RET505, PLR5501
+# ruff: noqa: PLR5501
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .elementwise import NEVER
+from .elementwise import NEVER, store_quantized
 from .numerics import (
+    HELD,
     INF,
     bounds,
     choose_qparams,
@@ -21,12 +22,14 @@ from .numerics import (
     larger,
     largest,
     loop_bound,
-    low_bits,
-    pack_pairs,
-    prepare,
+    ordered,
+    prepare_positive,
     quantize_steps,
     smaller,
     smallest,
+    step_bits,
+    step_rest,
+    unordered,
     widen,
 )
 
@@ -34,19 +37,45 @@ from .numerics import (
 @triton.jit
 def lowest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
     """What a minimum is taken of; symmetric ranges have none."""
-    if SYMMETRIC:
-        return x
-    else:
-        return tl.where(mask, x, INF).to(x.dtype) if MASKED else x
+    return ordered(tl.where(mask, x, INF).to(x.dtype) if MASKED else x, SYMMETRIC)
 
 
 @triton.jit
 def highest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
     """What a maximum is taken of. Masked elements are loaded as zeros, which change no maximum of magnitudes."""
-    if SYMMETRIC:
-        return tl.abs(x)
-    else:
-        return tl.where(mask, x, -INF).to(x.dtype) if MASKED else x
+    return ordered(tl.where(mask, x, -INF).to(x.dtype) if MASKED and not SYMMETRIC else x, SYMMETRIC)
+
+
+@triton.jit
+def nothing_yet(SYMMETRIC: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr):
+    """(lows, highs) before anything was seen."""
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
+    return ordered(tl.full([LINES, COLS], INF, math), SYMMETRIC), ordered(highs, SYMMETRIC)
+
+
+@triton.jit
+def wider(lows, highs, x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """(lows, highs) with x seen too."""
+    highs = larger(highs, highest_of(x, mask, MASKED, SYMMETRIC))
+    if not SYMMETRIC:
+        lows = smaller(lows, lowest_of(x, mask, MASKED, SYMMETRIC))
+    return lows, highs
+
+
+@triton.jit
+def span_of(lows, highs, axis: tl.constexpr, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
+    """(low, high) along an axis; symmetric: twice the largest magnitude."""
+    high = unordered(largest(highs, axis), SYMMETRIC, F64)
+    low = high if SYMMETRIC else unordered(smallest(lows, axis), SYMMETRIC, F64)
+    return low, high
+
+
+@triton.jit
+def range_of(x, mask, MASKED: tl.constexpr, axis: tl.constexpr, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
+    """(low, high) of a tile along an axis."""
+    lows = lowest_of(x, mask, MASKED, SYMMETRIC)
+    return span_of(lows, highest_of(x, mask, MASKED, SYMMETRIC), axis, SYMMETRIC, F64)
 
 
 @triton.jit
@@ -65,26 +94,20 @@ def quantize_tile(
     Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr,
     PACKED: tl.constexpr,
+    PER_COLUMN: tl.constexpr,
     F64: tl.constexpr,
     LINES: tl.constexpr,
     COLS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
     """Quantize x, [LINES, COLS] in the math type, and store it."""
-    divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
-    low, high, shift, odd = bounds(zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
-    # An asymmetric scale puts the bounds at most 2**22 steps from zero, just beyond what is NEAR.
-    far: tl.constexpr = not SYMMETRIC and not F64
-    m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, far, F64)
-    q = low_bits(m, F64) + odd
-    if PACKED:
-        pairs = column // 2 + tl.arange(0, COLS // 2)[None, :]
-        mask = valid & (pairs < width // 2) if MASKED else None
-        tl.store(out_ptr + start // 2 + pairs, pack_pairs(q, LINES, COLS), mask=mask)
-    else:
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        mask = valid & (columns < width) if MASKED else None
-        tl.store(out_ptr + start + columns, q.to(out_ptr.dtype.element_ty), mask=mask)
+    divisor, reciprocal, factor = prepare_positive(scale, RECIPROCAL, F64)
+    low, high, shift = bounds(0 if SYMMETRIC else zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
+    m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, HELD, F64)
+    rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
+    bits = step_bits(m, F64)
+    per_column: tl.constexpr = PER_COLUMN and not SYMMETRIC
+    store_quantized(out_ptr, bits, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR)
 
 
 @triton.jit
@@ -107,6 +130,7 @@ def rows(
     WIDE: tl.constexpr,
     LINES: tl.constexpr,
     COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Contiguous segments of up to COLS elements, LINES of them a program."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -116,8 +140,7 @@ def rows(
     masked: tl.constexpr = MASK != NEVER
     mask = valid & (columns < width) if masked else None
     x = widen(tl.load(x_ptr + start + columns, mask=mask, other=0.0 if masked else None), F64)
-    high = largest(highest_of(x, mask, masked, SYMMETRIC), 1)
-    low = high if SYMMETRIC else smallest(lowest_of(x, mask, masked, SYMMETRIC), 1)
+    low, high = range_of(x, mask, masked, 1, SYMMETRIC, F64)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
@@ -142,10 +165,11 @@ def rows(
             Q_MIN,
             Q_MAX,
             PACKED,
+            False,
             F64,
             LINES,
             COLS,
-            0,
+            VECTOR,
         )
 
 
@@ -181,8 +205,7 @@ def blocks(
     masked: tl.constexpr = MASK != NEVER
     mask = valid & (index < inner)[None, :] if masked else None
     x = widen(tl.load(x_ptr + start + index[None, :], mask=mask, other=0.0 if masked else None), F64)
-    high = largest(highest_of(x, mask, masked, SYMMETRIC), 0)
-    low = high if SYMMETRIC else smallest(lowest_of(x, mask, masked, SYMMETRIC), 0)
+    low, high = range_of(x, mask, masked, 0, SYMMETRIC, F64)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
@@ -207,6 +230,7 @@ def blocks(
             Q_MIN,
             Q_MAX,
             PACKED,
+            True,
             F64,
             LINES,
             COLS,
@@ -247,21 +271,17 @@ def long_rows(
     F64: tl.constexpr,
     WIDE: tl.constexpr,
     COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
 ):
     """Contiguous segments of any length, one a program, in two passes."""
     line = tl.program_id(0)
     start = (line.to(tl.int64) if WIDE else line) * width
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    highs = tl.full([1, COLS], 0.0 if SYMMETRIC else -INF, math)
-    lows = tl.full([1, COLS], INF, math)
+    lows, highs = nothing_yet(SYMMETRIC, F64, 1, COLS)
     for column in range(0, loop_bound(width), COLS):
         x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
         mask = column + tl.arange(0, COLS)[None, :] < width
-        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
-        if not SYMMETRIC:
-            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
-    high = largest(highs, 1)
-    low = high if SYMMETRIC else smallest(lows, 1)
+        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
+    low, high = span_of(lows, highs, 1, SYMMETRIC, F64)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
@@ -290,10 +310,11 @@ def long_rows(
                 Q_MIN,
                 Q_MAX,
                 PACKED,
+                False,
                 F64,
                 1,
                 COLS,
-                0,
+                VECTOR,
             )
 
 
@@ -318,9 +339,7 @@ def partial(
     """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
     program = tl.program_id(0)
     row, chunk = program % rows, program // rows
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
-    lows = tl.full([LINES, COLS], INF, math)
+    lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
     for item in range(loop_bound(chunk), loop_bound(items), loop_bound(chunks)):
         top, left = item // column_blocks, item % column_blocks
         if WIDE:
@@ -337,13 +356,13 @@ def partial(
             else:
                 x = tl.load(pointers, mask=mask, other=0.0)
         x = widen(x, F64)
-        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
-        if not SYMMETRIC:
-            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
+        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
     where = chunk * rows + row + tl.arange(0, 1)
-    tl.store(high_ptr + where, largest(tl.reshape(highs, (1, LINES * COLS)), 1))
+    lows, highs = tl.reshape(lows, (1, LINES * COLS)), tl.reshape(highs, (1, LINES * COLS))
+    low, high = span_of(lows, highs, 1, SYMMETRIC, F64)
+    tl.store(high_ptr + where, high)
     if not SYMMETRIC:
-        tl.store(low_ptr + where, smallest(tl.reshape(lows, (1, LINES * COLS)), 1))
+        tl.store(low_ptr + where, low)
 
 
 @triton.jit
@@ -368,9 +387,7 @@ def partial_columns(
     column, above = program % column_blocks * COLS, program // column_blocks
     row, chunk = above % rows, above // rows
     index = column + tl.arange(0, COLS)
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
-    lows = tl.full([LINES, COLS], INF, math)
+    lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
     end = tl.minimum(chunk * span + span, run)
     for first in range(loop_bound(chunk * span), loop_bound(end), LINES):
         line = first + tl.arange(0, LINES)[:, None]
@@ -383,14 +400,13 @@ def partial_columns(
         else:
             x = tl.load(pointers, mask=mask, other=0.0)
         x = widen(x, F64)
-        highs = larger(highs, highest_of(x, mask, MASK != NEVER, SYMMETRIC))
-        if not SYMMETRIC:
-            lows = smaller(lows, lowest_of(x, mask, MASK != NEVER, SYMMETRIC))
+        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
     where = (chunk * rows + row).to(tl.int64) * inner + index
     keep = index < inner
-    tl.store(high_ptr + where, largest(highs, 0), mask=keep)
+    low, high = span_of(lows, highs, 0, SYMMETRIC, F64)
+    tl.store(high_ptr + where, high, mask=keep)
     if not SYMMETRIC:
-        tl.store(low_ptr + where, smallest(lows, 0), mask=keep)
+        tl.store(low_ptr + where, low, mask=keep)
 
 
 @triton.jit
@@ -419,17 +435,16 @@ def finish(
         high = tl.full([COLS], 0.0, math)
         low = high
     else:
-        highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
-        lows = tl.full([LINES, COLS], INF, math)
+        lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
         for first in range(0, loop_bound(chunks), LINES):
             line = first + tl.arange(0, LINES)[:, None]
             mask = (line < chunks) & keep[None, :]
             offsets = line.to(tl.int64) * segments + index[None, :]
-            highs = larger(highs, tl.load(high_ptr + offsets, mask=mask, other=0.0 if SYMMETRIC else -INF))
+            part = tl.load(high_ptr + offsets, mask=mask, other=0.0 if SYMMETRIC else -INF)
+            highs = larger(highs, ordered(part, SYMMETRIC))
             if not SYMMETRIC:
-                lows = smaller(lows, tl.load(low_ptr + offsets, mask=mask, other=INF))
-        high = largest(highs, 0)
-        low = high if SYMMETRIC else smallest(lows, 0)
+                lows = smaller(lows, ordered(tl.load(low_ptr + offsets, mask=mask, other=INF), SYMMETRIC))
+        low, high = span_of(lows, highs, 0, SYMMETRIC, F64)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, _, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64

@@ -69,7 +69,8 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
     size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
     light = problem.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
     if view.inner > 1:
-        tile = tune.columns(view.run, view.inner, size, light=light, packed=is_packed)
+        heavy = problem.op is QuantizeKind.QUANTIZE_BACKWARD
+        tile = tune.columns(view.run, view.inner, size, light=light, heavy=heavy, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
         sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
@@ -77,7 +78,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         constants |= {"VECTOR": tile.vector}
         return Step(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile.warps, device)
     lines = view.repeat * view.rows
-    tile = tune.dense(view.run, size, light=light, packed=is_packed, backward=problem.op in _BACKWARD)
+    tile = tune.dense(view.run, size, light=light, packed=is_packed)
     blocks = blocks_of(view.run, tile.columns)
     even = lines % tile.lines == 0 and view.run % tile.columns == 0
     sizes = {"lines": lines, "width": view.run, "blocks": blocks, "rows": view.rows}
@@ -86,6 +87,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "MASK": mask(even, tile.lines == 1 or view.run % tile.columns == 0),
         "LINES": tile.lines,
         "COLS": tile.columns,
+        "VECTOR": tile.vector,
     }
     return Step(kernels.dense, blocks_of(lines, tile.lines) * blocks, sizes, constants, tile.warps, device)
 

@@ -45,32 +45,35 @@ class Range:
     chunks: int = 0
 
 
-def dense(width: int, element_bytes: int, *, light: bool, packed: bool, backward: bool = False) -> Tile:
+def dense(width: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
-    `light` ops, a multiplication per element, and wide elements run best with many threads; the others, bound by
-    instructions, with threads that share what a scale costs among more elements.
+    `light` ops, a multiplication per element, run best with many threads; the others, bound by instructions, with
+    threads that share what a scale costs among more elements. Small programs of two warps overlap best: one computes
+    while another waits.
     """
-    if light or element_bytes == 8:
-        size, warps = 2048, 4
-    elif element_bytes == 4 or backward:
-        size, warps = 4096, 8
-    else:
-        size, warps = 8192 if packed or width < 2048 else 4096, 4
+    size, warps = (2048 if element_bytes == 2 else 1024, 4) if light else (4096 // max(element_bytes, 2), 2)
     columns = min(power_of_two(width), size)
-    return Tile(max(size // columns, 1), columns, warps)
+    return Tile(max(size // columns, 1), columns, warps, vector=16 // element_bytes if packed else 0)
 
 
-def columns(run: int, inner: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
-    """The tile of an elementwise kernel over columns of their own scale."""
+def columns(run: int, inner: int, element_bytes: int, *, light: bool, heavy: bool, packed: bool) -> Tile:
+    """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far.
+
+    `light` and `heavy` ops, with a multiplication or two divisions per element, want more or fewer columns a thread.
+    """
     if run == 1:
-        return Tile(1, min(power_of_two(inner), 2048), 4)
-    sparing = element_bytes == 2 and not light
-    across = min(power_of_two(inner), 128 if sparing or element_bytes == 8 else 256)
-    lines = min(power_of_two(run), max(4096 // across, 1))
-    if not sparing:
-        return Tile(lines, across, 4)
-    return Tile(lines, across, 4, repeats=min(8, max(run // lines, 1)), vector=8 if packed else 4)
+        return Tile(1, min(power_of_two(inner), 2048), 4, vector=16 // element_bytes if packed else 0)
+    if light:
+        across = min(power_of_two(inner), 128 if element_bytes == 8 else 256)
+        lines = min(power_of_two(run), max(4096 // across, 1))
+        return Tile(lines, across, 4, vector=16 // element_bytes if packed else 0)
+    size, across, warps, vector = 2048, 256, 4, 4 if element_bytes == 4 else 2
+    if element_bytes == 2 and not heavy:
+        size, across, warps, vector = (2048, 128, 2, 4) if packed else (4096, 128, 4, 4)
+    across = min(power_of_two(inner), across)
+    lines = min(power_of_two(run), max(size // across, 1))
+    return Tile(lines, across, warps, repeats=min(8 if element_bytes == 2 else 4, max(run // lines, 1)), vector=vector)
 
 
 def dynamic(view: View, element_bytes: int, processors: int) -> Range:
@@ -82,8 +85,8 @@ def dynamic(view: View, element_bytes: int, processors: int) -> Range:
         return _strided(view, math_bytes, processors)
     width = power_of_two(view.run)
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
-        lines = max(2048 * 4 // math_bytes // width, 1)
-        return Range(Schedule.ROWS, Tile(lines, width, _warps(lines * width, 32 * 4 // math_bytes)))
+        lines = max(4096 // element_bytes // width, 1)
+        return Range(Schedule.ROWS, Tile(lines, width, _warps(lines * width, 64 if lines == 1 else 32)))
     if view.repeat == 1 and view.rows >= processors:
         return Range(Schedule.LONG_ROWS, Tile(1, 8192 * 4 // math_bytes, 16))
     tile_columns = min(width, 4096 * 4 // math_bytes)
@@ -101,10 +104,10 @@ def _strided(view: View, math_bytes: int, processors: int) -> Range:
     if lines * across * math_bytes <= IN_REGISTERS // 2:
         warps = _warps(lines * across, 64 * 4 // math_bytes)
         return Range(Schedule.BLOCKS, Tile(lines, across, warps, vector=4))
-    across = min(power_of_two(view.inner), 1024 // math_bytes)
+    across = min(power_of_two(view.inner), 128)
     lines = min(lines, max(2**14 // math_bytes // across, 1))
     programs = view.rows * -(-view.inner // across)
-    chunks = min(-(-view.run // lines), max(-(-8 * processors // programs), 1))
+    chunks = min(-(-view.run // lines), max(-(-4 * processors // programs), 1))
     return Range(Schedule.PARTIAL_COLUMNS, Tile(lines, across, 8), chunks)
 
 
