@@ -1,7 +1,11 @@
-"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written."""
+"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written.
+
+The compiled module answers first, with yes or perhaps; where it does not say yes, the rules here decide and say why.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +15,25 @@ from .backends.registry import Strides, Value
 from .errors import InvalidProblem
 from .problem import OPS, Numbers, Problem, needed
 from .scope import Shape
+
+try:
+    from . import _host
+except ImportError as error:
+    MISSING: str | None = f"the compiled module baracuda._host is missing ({error}): pip install ."
+else:
+    MISSING = None
+
+#: dtypes as DLPack writes them: a code and a number of bits.
+DLPACK_DTYPES = {
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.int32: (0, 32),
+}
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +46,13 @@ class _Expected:
     output: bool
     optional: bool
     number: Numbers | None
+
+    def native(self) -> _host.Rule:
+        """The same as the compiled module takes it."""
+        kind, low, high = (
+            (self.number.kind.__name__[0], self.number.low, self.number.high) if self.number else ("", 0, 0)
+        )
+        return [DLPACK_DTYPES[dtype] for dtype in self.dtypes], self.shape, self.output, self.optional, kind, low, high
 
 
 #: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
@@ -53,8 +83,17 @@ class Checker:
             for e in self.expected
         )
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
+        #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
+        self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
+        self.holds: Callable[[Tensor | None, int, int], bool] = _perhaps
+        if MISSING is None and device.type in _DLPACK_DEVICES:
+            rules = [expected.native() for expected in self.expected]
+            native = _host.Checker(rules, _DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
+            self.fits, self.holds = native.fits, native.holds
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
+        if self.fits(operands):
+            return
         contiguous = self.fit(operands)
         if not contiguous:
             for value, expected in zip(operands, self.expected, strict=True):
@@ -67,6 +106,8 @@ class Checker:
 
     def fit(self, operands: tuple[Value, ...]) -> bool:
         """Raises for the first that does not fit the row, strides aside; says whether all tensors are contiguous."""
+        if self.fits(operands):
+            return True
         device, contiguous = self.device, True
         for value, (expected, dtypes, shape, number, low, high) in zip(operands, self.rules, strict=False):
             if type(value) is number and low < value < high:
@@ -147,6 +188,11 @@ class Checker:
                     f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; "
                     "give it memory of its own"
                 )
+
+
+def _perhaps(*_: object) -> bool:
+    """The quick answer where there is none."""
+    return False
 
 
 def overlaps_itself(value: Tensor) -> bool:

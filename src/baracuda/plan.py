@@ -78,7 +78,7 @@ class SelectedPlan:
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
         """Check and run, with the operands in the order of the op's row."""
         self._check(operands)
-        if self._workspace_size:
+        if self._workspace_size and not self._check.holds(workspace, self._workspace_size, WORKSPACE_ALIGNMENT):
             self._check_workspace(workspace)
         self._launch(operands, workspace)
 
