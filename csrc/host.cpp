@@ -89,7 +89,8 @@ NB_MODULE(_host, m) {
         .def("constant", &Kernel::constant)
         .def("address", &Kernel::address)
         .def("number", &Kernel::number)
-        .def("matrix", &Kernel::matrix);
+        .def("matrix", &Kernel::matrix)
+        .def("parameters", &Kernel::parameters);
     nb::class_<Launcher>(m, "Launcher")
         .def("__init__",
              [](Launcher* self, std::shared_ptr<Driver> driver, int index, const std::vector<SourceFields>& sources,

@@ -81,6 +81,14 @@ public:
         matrices_.push_back(matrix);
     }
 
+    // What fills each parameter, in words.
+    std::vector<std::string> parameters() const {
+        const char* const names[] = {"constant", "address", "i32", "f32", "f64", "matrix"};
+        std::vector<std::string> words;
+        for (const Parameter& parameter : parameters_) words.push_back(names[parameter.kind]);
+        return words;
+    }
+
 private:
     void add(Parameter parameter) {
         if (parameters_.size() == 2 * MOST) throw std::invalid_argument("a kernel of this many parameters is not expected");

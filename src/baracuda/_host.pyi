@@ -42,6 +42,9 @@ class Kernel:
     ) -> None:
         """The argument as a row-major matrix for the copy engine."""
 
+    def parameters(self) -> list[str]:
+        """What fills each parameter: "constant", "address", a form of numbers, "matrix"."""
+
 #: (operand or -1, offset into the workspace or -1, code and bits of the dtype there)
 Source = tuple[int, int, int, int]
 

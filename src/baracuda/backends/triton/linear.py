@@ -42,7 +42,7 @@ def _declines(p: Problem, device: torch.device) -> str | None:
         return f"K = {p.shape[2]} can overflow the int32 sums; exact up to K = {p.accumulator_limit}"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
-            _quantizer(p, device)
+            choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
         except Unsupported as reasons:
             return f"the activations cannot be quantized: {reasons}"
     return None
@@ -63,10 +63,6 @@ def _hopper_declines(p: Problem, device: torch.device) -> str | None:
     return None
 
 
-def _quantizer(p: Problem, device: torch.device) -> Kernel:
-    return choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
-
-
 # -- workspace ---------------------------------------------------------------------------------------------------
 
 
@@ -85,12 +81,14 @@ class Rooms(dict[str, Part]):
 def _activation_rooms(p: Problem, device: torch.device) -> Rooms:
     rooms = Rooms()
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
+        from .dynamic import workspace
+
         m, _, k = p.shape
         rooms.cut("q", p.quantized.dtype, m, k)
         rooms.cut("scale", p.scale_element.dtype, m)
         if p.mode is DynamicRangeMode.ASYMMETRIC:
             rooms.cut("zero_point", torch.int32, m)
-        rooms.cut("quantizer", torch.uint8, _quantizer(p, device).workspace(activation_problem(p), device))
+        rooms.cut("quantizer", torch.uint8, workspace(activation_problem(p), device))
     return rooms
 
 
