@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import struct
 import threading
 from collections.abc import Iterator
@@ -12,7 +14,7 @@ import torch
 from fake_cuda import Fake, build
 
 from baracuda import ElementKind, InvalidProblem, PerToken, QuantizeKind, WorkspaceTooSmall
-from baracuda.checks import Checker
+from baracuda.checks import Checker, contiguous_strides
 from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem
 from cases import CASES, operands
@@ -34,7 +36,7 @@ def good() -> list[Any]:
 
 
 def test_operands_of_every_case_fit_at_once() -> None:
-    for case in CASES[::7]:
+    for case in CASES[::41]:
         check = Checker(case.problem, CPU, "contiguous")
         values = tuple(v.contiguous() if isinstance(v, torch.Tensor) else v for v in operands(case))
         assert check.fits(values), case
@@ -72,6 +74,35 @@ def test_numbers_and_parameters_fit_at_once() -> None:
         assert checker().fits((x, scale, zero_point, torch.empty(4, 6, dtype=torch.int8)))
 
 
+def test_what_fits_at_once_passes_the_thorough_check_and_is_contiguous() -> None:
+    generator = random.Random(0)
+    room = torch.zeros(200)
+    numbers = [None, 0.5, 2, 0, -1, 1e300, float("inf"), True, 2**25, "1"]
+    fitted = refused = 0
+    for _ in range(12000):
+        op = generator.choice([QuantizeKind.QUANTIZE, QuantizeKind.FAKE_QUANTIZE, QuantizeKind.DYNAMIC_QUANTIZE])
+        values = []
+        for rule in checker(op).expected:
+            dtype = generator.choice([*rule.dtypes * 4, torch.float32, torch.int8])
+            start = generator.choice([0, 0, 4, 25, 60, 120]) * 4
+            memory = room.view(torch.uint8)[start : start + 24 * dtype.itemsize].view(dtype)
+            shaped = memory[: math.prod(rule.shape)].view(rule.shape)
+            values.append(generator.choice([shaped] * 8 + [shaped.mT if shaped.ndim > 1 else shaped[::2], *numbers]))
+        check, given = checker(op), tuple(values)
+        if check.fits(given):
+            fitted += 1
+            check(given)
+            assert check.fit(given)
+        else:
+            refused += 1
+    assert fitted > 100 and refused > 100
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 0, 5), (1, 1), (2, 3, 4)], ids=str)
+def test_fresh_outputs_have_the_strides_torch_gives(shape: tuple[int, ...]) -> None:
+    assert contiguous_strides(shape) == torch.empty(shape).stride()
+
+
 class Loud(torch.Tensor):
     """A subclass may see its own shape differently."""
 
@@ -81,6 +112,13 @@ def test_subclasses_and_strides_are_left_to_the_thorough_check() -> None:
     for x in (torch.randn(4, 6).as_subclass(Loud), torch.randn(6, 4).t(), torch.randn(4, 12)[:, ::2]):
         assert not checker().fits((x, *values[1:]))
         checker(strides="any")((x, *values[1:]))
+
+
+def test_tensors_of_another_device_do_not_fit() -> None:
+    """The same memory, for a plan on another device: no second one is here to have a tensor on."""
+    p, values = checker().problem, tuple(good())
+    for device in ("cuda:0", "cuda:1"):
+        assert not Checker(p, torch.device(device), "contiguous").fits(values)
 
 
 def test_more_operands_than_the_row_has_do_not_fit() -> None:
@@ -102,11 +140,13 @@ def test_an_output_shares_memory_only_with_the_very_input_of_an_elementwise_op()
     x, shifted = room[:24].view(4, 6), room[1:25].view(4, 6)
     fake = checker(QuantizeKind.FAKE_QUANTIZE)
     assert fake.fits((x, 1.0, None, x))
+    line = Problem(QuantizeKind.FAKE_QUANTIZE, (1, 6), ElementKind.F32, ElementKind.S8, -128, 127)
+    row, column = room[:6].view(1, 6), room[:6].view(6, 1).t()
+    assert not Checker(line, CPU, "contiguous").fits((row, 1.0, None, column)), "only the very same view"
     assert fake.fits((x, 1.0, None, room[24:48].view(4, 6)))
     assert not fake.fits((x, 1.0, None, shifted))
     assert not fake.fits((x, room[2:6], None, x))
-    stored = x.view(torch.int8)[:, :6]  # as wide as x in bytes, a quarter of it used
-    assert not checker().fits((x, 1.0, None, room.view(torch.int8)[8:32].view(4, 6))), stored.shape
+    assert not checker().fits((x, 1.0, None, room.view(torch.int8)[8:32].view(4, 6)))
     learned = checker(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
     rest = (torch.randn(4, 6), 1.0, None)
     assert not learned.fits((x, *rest, x, torch.empty(4), torch.empty(4)))
