@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -175,6 +178,28 @@ def test_a_small_workspace_is_still_refused_with_its_size() -> None:
     values = (torch.randn(4, 16), torch.ones(8, 16, dtype=torch.int8), 1.0, None, None, None, None, torch.empty(4, 8))
     with pytest.raises(WorkspaceTooSmall):
         plan.launch(values, torch.empty(plan.workspace_size() - 1, dtype=torch.uint8))
+
+
+def test_without_the_compiled_module_checks_still_run_and_triton_says_why_it_does_not() -> None:
+    code = """
+import sys; sys.modules["baracuda._host"] = None
+import torch, baracuda
+from baracuda.backends.triton import declines
+from baracuda.problem import Problem
+x = torch.tensor([1.0, 2.0])
+assert baracuda.quantize(x, 0.5).tolist() == [2, 4]
+try:
+    baracuda.quantize(x, -1.0)
+except baracuda.InvalidProblem:
+    pass
+else:
+    raise AssertionError("a negative scale went through")
+p = Problem(baracuda.QuantizeKind.QUANTIZE, (2,), baracuda.ElementKind.F32, baracuda.ElementKind.S8, -128, 127)
+why = declines(p, torch.device("cuda", 0))
+assert why and ("_host is missing" in why or "triton is not installed" in why), why
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 # -- launches, on a driver that only writes down -----------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_cuda import Fake, build
 
-from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind, Scope
+from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
 from baracuda.problem import OPS, Problem, needed
 
 pytest.importorskip("triton")
@@ -97,7 +97,7 @@ def launch(p: Problem, values: tuple[Any, ...]) -> None:
     bound(values, workspace)
 
 
-@pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1), PerGroup(4)], ids=str)
+@pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1)], ids=str)
 @pytest.mark.parametrize("op", [op for op, row in OPS.items() if "linear" not in op.value], ids=lambda op: op.value)
 def test_every_kernel_is_given_the_parameters_it_declares(launched: Launched, op: QuantizeKind, scope: Scope) -> None:
     modes = list(DynamicRangeMode) if OPS[op].dynamic else [DynamicRangeMode.SYMMETRIC]
