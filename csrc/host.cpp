@@ -21,11 +21,12 @@ namespace {
 void find_torch() {
     nb::object tensor = nb::module_::import_("torch").attr("Tensor");
     nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
-    if (capsule.is_none()) throw nb::import_error("torch has no DLPack exchange API: baracuda needs torch 2.10 or newer");
+    if (capsule.is_none())
+        throw nb::import_error("torch has no DLPack exchange API; baracuda needs torch 2.10 or later");
     auto* exchange = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (!exchange) throw nb::python_error();
     while (exchange && exchange->major != 1) exchange = exchange->previous;
-    if (!exchange || !exchange->read) throw nb::import_error("torch's DLPack exchange API is of a version not known here");
+    if (!exchange || !exchange->read) throw nb::import_error("torch's DLPack exchange API is of an unknown version");
     torch.exchange = exchange;
     // Held for as long as the process lives.
     torch.tensor = tensor.release().ptr();
@@ -37,7 +38,8 @@ PyObject* tuple_of(nb::handle operands) {
     return operands.ptr();
 }
 
-using RuleFields = std::tuple<std::vector<std::tuple<int, int>>, std::vector<int64_t>, bool, bool, std::string, double, double>;
+using RuleFields =
+    std::tuple<std::vector<std::tuple<int, int>>, std::vector<int64_t>, bool, bool, std::string, double, double>;
 
 Rule rule_of(const RuleFields& fields) {
     const auto& [dtypes, shape, output, optional, number, low, high] = fields;
@@ -70,19 +72,22 @@ auto raising(Call call) {
 NB_MODULE(_host, m) {
     using namespace baracuda;
     nb::set_leak_warnings(false);  // plans live in caches until the interpreter ends
-    m.doc() = "The host's part of a call. Private: baracuda.checks and baracuda.backends.triton.launch stand before it.";
+    m.doc() = "The host's part of a call. Private: baracuda.checks and baracuda.backends.triton stand before it.";
     find_torch();
     nb::class_<Checker>(m, "Checker")
         .def("__init__",
-             [](Checker* self, const std::vector<RuleFields>& fields, int device_type, int device_index, bool elementwise) {
+             [](Checker* self, const std::vector<RuleFields>& fields, int device_type, int device_index,
+                bool elementwise) {
                  std::vector<Rule> rules;
                  for (const RuleFields& rule : fields) rules.push_back(rule_of(rule));
                  new (self) Checker(std::move(rules), {device_type, device_index}, elementwise);
              })
         .def("fits", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands)); })
-        .def("holds", [](const Checker& self, nb::handle workspace, uint64_t size, uint64_t alignment) {
-            return self.holds(workspace.ptr(), size, alignment);
-        }, nb::arg().none(), nb::arg(), nb::arg());
+        .def("holds",
+             [](const Checker& self, nb::handle workspace, uint64_t size, uint64_t alignment) {
+                 return self.holds(workspace.ptr(), size, alignment);
+             },
+             nb::arg().none(), nb::arg(), nb::arg());
     nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>());
     nb::class_<Kernel>(m, "Kernel")
         .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned>())
@@ -99,7 +104,7 @@ NB_MODULE(_host, m) {
              })
         .def("add",
              [](Launcher& self, nb::handle operands, nb::handle workspace, std::shared_ptr<Kernel> kernel) {
-                 raising([&] { self.add(tuple_of(operands), workspace.ptr(), std::move(kernel)); return 0; });
+                 raising([&] { self.add(tuple_of(operands), workspace.ptr(), std::move(kernel)); });
              },
              nb::arg(), nb::arg().none(), nb::arg())
         .def("launch",

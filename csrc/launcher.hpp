@@ -1,8 +1,9 @@
-// From operands to the device. A kernel is compiled for the kinds of its arguments; a call finds the kernel for its own,
-// puts addresses and numbers where that kernel expects its parameters, and launches it on torch's current stream.
+// From operands to the device. A kernel is compiled for the kinds of its arguments; a call finds the kernel for its
+// own, puts addresses and numbers where that kernel expects its parameters, and launches it on torch's current stream.
 #pragma once
 #include <cstring>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -33,8 +34,12 @@ struct Argument {
 // Raised through Python: its error is set already.
 struct PythonError {};
 
-// One parameter of a compiled kernel and what fills it. A number's parameter is 0 where a tensor came, and the other way
-// round.
+inline void refuse_if(bool wrong, const char* expected) {
+    if (wrong) throw std::invalid_argument(expected);
+}
+
+// One parameter of a compiled kernel and what fills it. A number's parameter is 0 where a tensor came, and the other
+// way round.
 struct Parameter {
     enum Kind { CONSTANT, ADDRESS, I32, F32, F64, MAP } kind;
     int argument = 0;
@@ -69,14 +74,16 @@ public:
 
     void number(int argument, const std::string& form) {
         const auto kind = form == "i32" ? Parameter::I32 : form == "f32" ? Parameter::F32 : Parameter::F64;
-        if (kind == Parameter::F64 && form != "f64") throw std::invalid_argument("expected i32, f32 or f64, got " + form);
+        if (kind == Parameter::F64 && form != "f64")
+            throw std::invalid_argument("expected i32, f32 or f64, got " + form);
         add({kind, argument, 0, 0});
     }
 
     void matrix(int argument, int type, int swizzle, int64_t bytes, int64_t rows, int64_t columns, uint32_t box_rows,
                 uint32_t box_columns) {
-        if (matrices_.size() == MOST_MAPS) throw std::invalid_argument("a kernel of this many matrices is not expected");
-        Matrix matrix{type, swizzle, {uint64_t(columns), uint64_t(rows)}, uint64_t(columns * bytes), {box_columns, box_rows}};
+        refuse_if(matrices_.size() == MOST_MAPS, "expected at most 4 matrices");
+        const uint64_t pitch = uint64_t(columns * bytes);
+        Matrix matrix{type, swizzle, {uint64_t(columns), uint64_t(rows)}, pitch, {box_columns, box_rows}};
         add({Parameter::MAP, argument, 0, int(matrices_.size())});
         matrices_.push_back(matrix);
     }
@@ -91,8 +98,8 @@ public:
 
 private:
     void add(Parameter parameter) {
-        if (parameters_.size() == 2 * MOST) throw std::invalid_argument("a kernel of this many parameters is not expected");
-        if (parameter.argument < 0 || parameter.argument >= MOST) throw std::invalid_argument("expected an argument's index");
+        refuse_if(parameters_.size() == 2 * MOST, "expected at most 48 parameters");
+        refuse_if(parameter.argument < 0 || parameter.argument >= MOST, "expected an argument's index");
         parameters_.push_back(parameter);
     }
 };
@@ -110,17 +117,20 @@ class Launcher {
     std::vector<Known> known_;
 
 public:
-    Launcher(std::shared_ptr<Driver> driver, int index, std::vector<Source> sources, uint32_t vectors, uint64_t alignment)
-        : driver_(std::move(driver)), index_(index), sources_(std::move(sources)), vectors_(vectors), alignment_(alignment) {
-        if (sources_.size() > size_t(MOST)) throw std::invalid_argument("a kernel of this many arguments is not expected");
+    Launcher(std::shared_ptr<Driver> driver, int index, std::vector<Source> sources, uint32_t vectors,
+             uint64_t alignment)
+        : driver_(std::move(driver)), index_(index), sources_(std::move(sources)), vectors_(vectors),
+          alignment_(alignment) {
+        refuse_if(sources_.size() > size_t(MOST), "expected at most 24 arguments");
+        refuse_if(alignment_ == 0, "expected an alignment");
         driver_->require(driver_->device_get(&device_, index), "cuDeviceGet");
     }
 
     // The kernel for arguments of the kinds, and the alignment, that these operands have.
     void add(PyObject* operands, PyObject* workspace, std::shared_ptr<Kernel> kernel) {
         for (const Parameter& parameter : kernel->parameters_)
-            if (parameter.kind != Parameter::CONSTANT && size_t(parameter.argument) >= sources_.size())
-                throw std::invalid_argument("expected parameters that name one of the arguments");
+            refuse_if(parameter.kind != Parameter::CONSTANT && size_t(parameter.argument) >= sources_.size(),
+                      "expected parameters that name one of the arguments");
         Argument arguments[MOST];
         const uint32_t aligned = gather(operands, workspace, arguments);
         Known known{{aligned}, std::move(kernel)};
@@ -240,7 +250,8 @@ private:
 
     const TensorMap& encoded(Matrix& matrix, uint64_t address) const {
         if (matrix.address != address) {
-            if (!driver_->encode_tiled) throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; update it");
+            if (!driver_->encode_tiled)
+                throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; update it");
             matrix.address = 0;  // until it is encoded
             const uint32_t steps[2] = {1, 1};
             constexpr int NOT_INTERLEAVED = 0, PROMOTE_TO_128_BYTES = 2, ZEROS_OUTSIDE = 0;

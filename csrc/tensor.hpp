@@ -40,7 +40,9 @@ constexpr int MOST = 24;
 // A dtype as one number. Never 0 or 1.
 inline uint32_t word(DLDataType type) { return uint32_t(type.lanes) << 16 | uint32_t(type.bits) << 8 | type.code; }
 
-inline uint64_t address_of(const DLTensor& tensor) { return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset; }
+inline uint64_t address_of(const DLTensor& tensor) {
+    return reinterpret_cast<uint64_t>(tensor.data) + tensor.byte_offset;
+}
 
 inline bool is_contiguous(const DLTensor& tensor) {
     int64_t expected = 1;

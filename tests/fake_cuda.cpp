@@ -23,7 +23,9 @@ void fake_set(int parameters, int current_device, int launch_result) {
 int cuGetErrorString(int, const char** text) { return *text = "an illegal fake access", 0; }
 int cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
 int cuCtxGetDevice(int* out) { return device < 0 ? 201 : (*out = device, 0); }
-int cuDevicePrimaryCtxRetain(void** context, int of) { return *context = reinterpret_cast<void*>(uintptr_t(of) + 1), 0; }
+int cuDevicePrimaryCtxRetain(void** context, int of) {
+    return *context = reinterpret_cast<void*>(uintptr_t(of) + 1), 0;
+}
 int cuCtxSetCurrent(void* context) { return device = int(reinterpret_cast<uintptr_t>(context)) - 1, 0; }
 
 int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
