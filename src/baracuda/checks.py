@@ -1,8 +1,14 @@
-"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written."""
+"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written.
+
+The compiled module answers first, with yes or perhaps; where it does not say yes, the rules here decide and say why.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -11,6 +17,25 @@ from .backends.registry import Strides, Value
 from .errors import InvalidProblem
 from .problem import OPS, Numbers, Problem, needed
 from .scope import Shape
+
+try:
+    from . import _host
+except ImportError as error:
+    MISSING: str | None = f"the compiled module baracuda._host is missing ({error}): pip install ."
+else:
+    MISSING = None
+
+#: dtypes as DLPack writes them: a code and a number of bits.
+DLPACK_DTYPES = {
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.int32: (0, 32),
+}
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +48,13 @@ class _Expected:
     output: bool
     optional: bool
     number: Numbers | None
+
+    def native(self) -> _host.Rule:
+        """The same as the compiled module takes it."""
+        kind, low, high = (
+            (self.number.kind.__name__[0], self.number.low, self.number.high) if self.number else ("", 0, 0)
+        )
+        return [DLPACK_DTYPES[dtype] for dtype in self.dtypes], self.shape, self.output, self.optional, kind, low, high
 
 
 #: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
@@ -53,6 +85,13 @@ class Checker:
             for e in self.expected
         )
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
+        #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
+        self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
+        self.holds: Callable[[Tensor | None, int, int], bool] = _perhaps
+        if MISSING is None and device.type in _DLPACK_DEVICES:
+            rules = [expected.native() for expected in self.expected]
+            native = _host.Checker(rules, _DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
+            self.fits, self.holds = native.fits, native.holds
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
         contiguous = self.fit(operands)
@@ -149,6 +188,11 @@ class Checker:
                 )
 
 
+def _perhaps(*_: object) -> bool:
+    """The quick answer where there is none."""
+    return False
+
+
 def overlaps_itself(value: Tensor) -> bool:
     """Whether two elements may share an address: an axis steps no further than the shorter-stepping axes reach."""
     reach = 0
@@ -158,6 +202,11 @@ def overlaps_itself(value: Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """The strides torch gives to a contiguous tensor, an empty one included."""
+    return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
 
 
 def row_stride(value: Tensor) -> int | None:

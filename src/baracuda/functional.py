@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import lru_cache
 from math import prod
 from numbers import Real
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +24,9 @@ from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, Qu
 
 #: A tensor, or anything that speaks DLPack: NumPy, CuPy and JAX arrays.
 Array = Any
+
+
+_WHOLE = PerTensor()
 
 
 class Quantized(NamedTuple):
@@ -118,7 +122,7 @@ def dynamic_quantize(
 ) -> Quantized:
     """Quantize with the scale of each segment's own range. Symmetric s8 uses [-127, 127] unless told otherwise."""
     x = as_tensor(x, "x").detach()
-    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, key)
     return Quantized(q, scale, zero_point)
 
@@ -137,7 +141,7 @@ def choose_qparams(
 ) -> tuple[Tensor, Tensor | None]:
     """The (scale, zero_point) `dynamic_quantize` would use; zero_point is None when symmetric."""
     x = as_tensor(x, "x").detach()
-    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point = _dynamic(QuantizeKind.CHOOSE_QPARAMS, x, key)
     return scale, zero_point
 
@@ -162,15 +166,11 @@ def quantized_linear(
     x, straight through its rounding, and in the bias.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
-    mode, kind, weight = member(DynamicRangeMode, mode), ElementKind.of(dtype), _weight_kind(weight_q, weight_element)
-    low, high = dynamic_range(kind, mode, q_min, q_max)
-    m, n, k = _linear_shape(x, weight_q)
-    element = ElementKind.of(x.dtype)
-    stored = stored_scale_element(None, element)
-    key = (element, kind, low, high, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight)
-    weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    inputs = (x.reshape(m, k), *weights)
-    return _linear(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), key, inputs, (*x.shape[:-1], n), out)
+    shape, out_shape = _linear_shape(x, weight_q)
+    weight = _element_of(weight_q, weight_element)
+    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, None, False, Arithmetic.DIVIDE, weight)
+    inputs = (_matrix(x, shape), *_weights(shape[1], weight_q, weight_scale, bias, weight_sum))
+    return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, key, inputs, out_shape, out)
 
 
 def smoothquant_linear(
@@ -188,8 +188,11 @@ def smoothquant_linear(
 ) -> Tensor:
     """(x_q @ W.T) * act_scale * weight_scale (+ bias) as `dtype`: a linear over activations already quantized."""
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
-    m, n, k = _linear_shape(x_q, weight_q)
-    kind, weight = ElementKind.of(x_q.dtype), _weight_kind(weight_q, weight_element)
+    shape, out_shape = _linear_shape(x_q, weight_q)
+    kind, weight = (
+        ElementKind.of(x_q.dtype),
+        ElementKind.of(weight_q.dtype if weight_element is None else weight_element),
+    )
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
     stored = ElementKind.F32
@@ -197,9 +200,8 @@ def smoothquant_linear(
         ElementKind.of(dtype), kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight
     )  # fmt: skip
     qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
-    weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    inputs = (x_q.reshape(m, k), *qparams, *weights)
-    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, (m, n, k), key, inputs, (*x_q.shape[:-1], n), out)
+    inputs = (_matrix(x_q, shape), *qparams, *_weights(shape[1], weight_q, weight_scale, bias, weight_sum))
+    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, key, inputs, out_shape, out)
 
 
 # -- from what the caller gave to a plan, or to an operator where torch is watching ------------------------------
@@ -249,7 +251,8 @@ def _linear(
     if out is not None:
         plan.check_output(-1, out, out_shape)
     if out is None or not out.is_contiguous():
-        result: Tensor = plan.compute(inputs)[-1].view(out_shape)
+        result: Tensor = plan.compute(inputs)[-1]
+        result = result if len(out_shape) == 2 else result.view(out_shape)
         return result if out is None else out.copy_(result)
     scratch = (None,) * (len(plan.output_indices) - 1)
     run(plan, (*inputs, *scratch, out.view(shape[:2])))
@@ -270,7 +273,7 @@ def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
 
 
 def _dynamic_key(
-    x: Tensor,
+    x: torch.dtype,
     scope: Scope,
     mode: DynamicRangeMode | str,
     dtype: Element,
@@ -279,11 +282,25 @@ def _dynamic_key(
     scale_dtype: Element | None,
     include_zero: bool,
     arithmetic: Arithmetic | str,
+    weight: Element = ElementKind.S8,
 ) -> Key:
-    element, kind, mode = ElementKind.of(x.dtype), ElementKind.of(dtype), member(DynamicRangeMode, mode)
+    element, kind, mode = ElementKind.of(x), ElementKind.of(dtype), member(DynamicRangeMode, mode)
     low, high = dynamic_range(kind, mode, q_min, q_max)
-    stored = stored_scale_element(scale_dtype, element)
-    return element, kind, low, high, scope, mode, member(Arithmetic, arithmetic), stored, include_zero, ElementKind.S8
+    stored, weight = stored_scale_element(scale_dtype, element), ElementKind.of(weight)
+    return element, kind, low, high, scope, mode, member(Arithmetic, arithmetic), stored, include_zero, weight
+
+
+_remembered_key = lru_cache(maxsize=1024, typed=True)(_dynamic_key)
+
+
+def _key(*given: Any) -> Key:
+    """A dynamic key, worked out once for what was given; what cannot be looked up says itself what is wrong with it."""
+    if not torch.compiler.is_dynamo_compiling():  # a tracer has no use for a cache, and says so
+        try:
+            return _remembered_key(*given)
+        except TypeError:
+            pass
+    return _dynamic_key(*given)
 
 
 def dynamic_range(
@@ -338,17 +355,25 @@ def _weights(
     )
 
 
-def _weight_kind(weight_q: Tensor, element: Element | None) -> ElementKind:
-    return ElementKind.of(weight_q.dtype if element is None else element)
+def _element_of(weight_q: Tensor, element: Element | None) -> Element:
+    return weight_q.dtype if element is None else element
 
 
-def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[int, int, int]:
-    if x.ndim < 1 or weight_q.ndim != 2:
+def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[tuple[int, int, int], Shape]:
+    """(m, n, k), and the output's shape."""
+    shape, weight = x.shape, weight_q.shape
+    if not shape or len(weight) != 2:
         raise InvalidProblem(
-            f"linear: expected x of shape [..., K] and a weight of shape [N, K], "
-            f"got {list(x.shape)} and {list(weight_q.shape)}"
+            f"linear: expected x of shape [..., K] and a weight of shape [N, K], got {list(shape)} and {list(weight)}"
         )
-    return prod(x.shape[:-1]), weight_q.shape[0], x.shape[-1]
+    n = weight[0]
+    if len(shape) == 2:
+        return (shape[0], n, shape[1]), (shape[0], n)
+    return (prod(shape[:-1]), n, shape[-1]), (*shape[:-1], n)
+
+
+def _matrix(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    return x if x.ndim == 2 else x.reshape(shape[0], shape[2])
 
 
 _Choice = TypeVar("_Choice", bound=Enum)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ...checks import MISSING
 from ...problem import Problem
 from ...types import BackendKind, QuantizeKind
 from ..registry import Kernel, Launch
@@ -26,6 +27,8 @@ def declines(problem: Problem, device: torch.device) -> str | None:
         return f"Triton kernels take CUDA tensors; this one is on {device.type}"
     if find_spec("triton") is None:
         return "triton is not installed: pip install triton"
+    if MISSING and not interpreting:
+        return MISSING
     if device.type == "cuda":
         if not torch.cuda.is_available() or torch.version.cuda is None:
             return "torch sees no CUDA device"

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...problem import Problem
 from ...types import DynamicRangeMode, ElementKind, QuantizeKind
-from ..registry import Launch, Value
-from . import elementwise as kernels
+from ..registry import Launch
 from . import ranges, tune
-from .launch import Step
-from .static import arithmetic, blocks_of, elementwise_step, mask, packed, pairs_line_up, wide
+from .launch import Step, in_turn
+from .sources import Part, Source
+from .static import arithmetic, blocks_of, bound_forward, elementwise_step, mask, packed, pairs_line_up, wide
 from .tune import Schedule, power_of_two
 
+#: (input, scale_out, zero_point_out, output)
+Sources = tuple[Source, Source, Source, Source]
 
-def dynamic(problem: Problem, device: torch.device) -> Launch:
+
+def dynamic(problem: Problem, device: torch.device, sources: Sources = (0, 1, 2, 3), start: int = 0) -> Launch:
+    """`sources` say where the operands are, `start` where in the workspace there is room."""
     if problem.view.segments == 0:
         return lambda operands, workspace: None
     config = range_config(problem, device)
     if config.schedule in (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS):
-        return _one_kernel(problem, config, device)
-    return _two_stages(problem, config, device)
+        return _one_kernel(problem, config, device, sources)
+    return _two_stages(problem, config, device, sources, start)
 
 
 def workspace(problem: Problem, device: torch.device) -> int:
@@ -47,41 +49,25 @@ def _partials(problem: Problem, config: tune.Range) -> int:
     return config.chunks * problem.view.segments
 
 
-def _one_kernel(problem: Problem, config: tune.Range, device: torch.device) -> Launch:
+def _one_kernel(problem: Problem, config: tune.Range, device: torch.device, sources: Sources) -> Launch:
     # Where packed pairs do not line up, the kernel finds the scales and another one writes.
     apart = bool(packed(problem)) and not pairs_line_up(problem)
-    step = whole_step(problem, config, device)
-    quantize = _then_quantize(problem, device) if apart else None
-
-    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, scale, zero_point, out = _dynamic_operands(operands)
-        step(x, scale, zero_point, None if apart else out)
-        if out is not None and quantize is not None:
-            quantize(x, scale, zero_point, out)
-
-    return launch
+    whole = whole_step(problem, config, device).bound(*sources[:3], None if apart else sources[3])
+    return in_turn(whole, *_then_quantize(problem, device, sources)) if apart else whole
 
 
-def _two_stages(problem: Problem, config: tune.Range, device: torch.device) -> Launch:
-    first = partial_step(problem, config, device) if config.chunks else None
-    last = finish_step(problem, config, device)
-    quantize = _then_quantize(problem, device)
-    math, partials = problem.element.math.dtype, _partials(problem, config)
-    both = problem.mode is DynamicRangeMode.ASYMMETRIC
-
-    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, scale, zero_point, out = _dynamic_operands(operands)
-        high = low = None
-        if first is not None:
-            assert workspace is not None
-            high = _part(workspace, math, 0, partials)
-            low = _part(workspace, math, partials, partials) if both else None
-            first(x, low, high)
-        last(low, high, scale, zero_point)
-        if out is not None and quantize is not None:
-            quantize(x, scale, zero_point, out)
-
-    return launch
+def _two_stages(problem: Problem, config: tune.Range, device: torch.device, sources: Sources, start: int) -> Launch:
+    x, scale, zero_point, _ = sources
+    low = high = None
+    first: list[Launch] = []
+    if config.chunks:
+        math, partials = problem.element.math.dtype, _partials(problem, config)
+        high = Part(start, math, partials)
+        if problem.mode is DynamicRangeMode.ASYMMETRIC:
+            low = Part(start + partials * math.itemsize, math, partials)
+        first.append(partial_step(problem, config, device).bound(x, low, high))
+    last = finish_step(problem, config, device).bound(low, high, scale, zero_point)
+    return in_turn(*first, last, *_then_quantize(problem, device, sources))
 
 
 def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
@@ -139,15 +125,10 @@ def finish_step(problem: Problem, config: tune.Range, device: torch.device) -> S
     )
 
 
-def _part(workspace: Tensor, dtype: torch.dtype, start: int, length: int) -> Tensor:
-    """`length` elements of the workspace, counted in the math type."""
-    return workspace.view(torch.uint8).view(-1)[start * dtype.itemsize : (start + length) * dtype.itemsize].view(dtype)
-
-
-def _then_quantize(problem: Problem, device: torch.device) -> Callable[..., None] | None:
-    """The quantization by scales that are now known."""
+def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> list[Launch]:
+    """The quantization by scales that are now known, where there is something to quantize."""
     if problem.op is QuantizeKind.CHOOSE_QPARAMS:
-        return None
+        return []
     static = Problem(
         QuantizeKind.QUANTIZE,
         problem.shape,
@@ -159,15 +140,7 @@ def _then_quantize(problem: Problem, device: torch.device) -> Callable[..., None
         arithmetic=problem.arithmetic,
     )
     step = elementwise_step(static, device, again=True)
-    if step is None:
-        return None
-    if step.kernel is kernels.scattered:
-        return step
-    return lambda x, scale, zero_point, out: step(x, None, scale, zero_point, out)
-
-
-def _dynamic_operands(operands: tuple[Value, ...]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    return cast("tuple[Tensor, Tensor, Tensor | None, Tensor | None]", (*operands, None)[:4])
+    return [] if step is None else [bound_forward(step, *sources)]
 
 
 def _dynamic(problem: Problem) -> dict[str, Any]:

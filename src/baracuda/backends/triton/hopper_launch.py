@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
 from typing import Any, cast
 
 import torch
+import triton
 from torch import Tensor
+from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from ... import _host
 from ...problem import Problem
 from ...types import DynamicRangeMode, QuantizeKind
 from ..registry import Launch, Value
 from . import linear_tune as tune
 from .hopper import gemm
 from .hopper_skinny import gemm_skinny
+from .launch import ALIGNMENT, POINTERS, Step, finish_parameters, launching, loaded
+from .linear import Factors, Rooms, by_zero_point
 from .linear_kernels import sum_parts, sum_rows
-from .linear_launch import ALIGNMENT, REMEMBERED, Program, Step, bits, pointer_form
+from .sources import Either
 
 _GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8}
-#: A program, its grid and its arguments.
-Prepared = tuple[Program, int, list[Any]]
 
-
-class Remembered:
-    """Calls `prepare` once for each set of addresses and numbers, and launches what it made."""
-
-    def __init__(self, prepare: Callable[..., Prepared]) -> None:
-        self._prepare = prepare
-        self._known: dict[tuple[object, ...], Prepared] = {}
-
-    def __call__(self, *operands: Value) -> None:
-        key: list[object] = []
-        for value in operands:
-            if isinstance(value, Tensor):
-                key += (value.data_ptr(), value.dtype)
-            else:
-                key.append(value)
-        prepared = self._known.get(tuple(key))
-        if prepared is None:
-            if len(self._known) >= REMEMBERED:
-                self._known.clear()
-            prepared = self._known[tuple(key)] = self._prepare(*operands)
-        program, programs, arguments = prepared
-        program(programs, arguments)
+#: The arguments of both GEMMs in the order of `Factors`, and the room for the sums of K's parts.
+X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, OUTPUT, ROOM = range(9)
+#: Those the copy engine reads and writes, or threads do in vectors.
+VECTORS = (X, WEIGHT, OUTPUT)
 
 
 def descriptor_form(dtype: torch.dtype, block: list[int]) -> str:
     element = _GLUON[dtype]
     layout = gl.NVMMASharedLayout.get_default_for(block, element)
-    return f"tensordesc<{pointer_form(dtype)[1:]}{block},{layout!r}>"
+    return f"tensordesc<{POINTERS[dtype][1:]}{block},{layout!r}>"
 
 
 def _shape_of(value: Value, per_token: bool = False) -> str:
@@ -62,11 +47,11 @@ def scale_forms(
 ) -> tuple[dict[str, str], tuple[object, ...]]:
     """The forms of the epilogue's arguments, and the constant that tells the kernel which of them to read."""
     forms = {
-        "sa_ptr": pointer_form(scale.dtype) if isinstance(scale, Tensor) else "*fp32",
+        "sa_ptr": POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32",
         "sa": "fp32",
-        "sw_ptr": pointer_form(weight_scale.dtype) if isinstance(weight_scale, Tensor) else "*fp32",
+        "sw_ptr": POINTERS[weight_scale.dtype] if isinstance(weight_scale, Tensor) else "*fp32",
         "sw": "fp32",
-        "bias_ptr": pointer_form(bias.dtype) if isinstance(bias, Tensor) else "*fp32",
+        "bias_ptr": POINTERS[bias.dtype] if isinstance(bias, Tensor) else "*fp32",
         "zp_ptr": "*i32",
         "zp": "i32",
         "sum_ptr": "*i32",
@@ -75,20 +60,28 @@ def scale_forms(
     return forms, (_shape_of(scale), _shape_of(weight_scale), bias is not None, zero, axis)
 
 
-def scale_arguments(scale: Value, zero_point: Value, weight_scale: Value, bias: Value, weight_sum: Value) -> list[Any]:
-    return [
-        *_pointer_and_number(scale, 0.0),
-        *_pointer_and_number(weight_scale, 0.0),
-        _pointer_and_number(bias, 0)[0],
-        *_pointer_and_number(zero_point, 0),
-        _pointer_and_number(weight_sum, 0)[0],
-    ]
+def epilogue_parameters(kernel: _host.Kernel) -> None:
+    """Addresses and numbers in the order of `scale_forms`; of each pair, the one that did not come is 0."""
+    for argument in (SCALE, WEIGHT_SCALE):
+        kernel.address(argument)
+        kernel.number(argument, "f32")
+    kernel.address(BIAS)
+    kernel.address(ZERO_POINT)
+    kernel.number(ZERO_POINT, "i32")
+    kernel.address(WEIGHT_SUM)
 
 
-def _pointer_and_number(value: Value, absent: float) -> tuple[int, float | int]:
-    if isinstance(value, Tensor):
-        return value.data_ptr(), absent
-    return 0, absent if value is None else value
+def matrix(kernel: _host.Kernel, argument: int, meta: dict[str, Any], rows: int, columns: int) -> None:
+    """A descriptor's parameters: the map for the copy engine, then the matrix's sizes and strides."""
+    element = TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]]
+    kernel.matrix(argument, element, meta["swizzle"], meta["elem_size"], rows, columns, *meta["block_size"])
+    for value in (rows, columns, columns, 1):
+        kernel.constant(value)
+
+
+def compiled(source: GluonASTSource, options: dict[str, object]) -> Any:
+    target = triton.runtime.driver.active.get_current_target()
+    return triton.compile(source, target=target, options={"enable_fp_fusion": False, **options})
 
 
 def gemm_source(
@@ -111,8 +104,8 @@ def skinny_source(
     signature = {
         "x_desc": descriptor_form(torch.int8, [config.tokens, config.k]),
         "w_desc": descriptor_form(torch.int8, [config.rows, config.k]),
-        "x_ptr": pointer_form(out),
-        "out_ptr": pointer_form(out),
+        "x_ptr": POINTERS[out],
+        "out_ptr": POINTERS[out],
         "partial_ptr": "*i32",
         "scale_out_ptr": "*fp32",
         **forms,
@@ -136,139 +129,107 @@ def tile_options(tile: tune.Tile) -> dict[str, object]:
     return {"num_warps": tile.warps, "maxnreg": tile.registers}
 
 
-# -- large -------------------------------------------------------------------------------------------------------
-
-
-def hopper_gemm(p: Problem, device: torch.device, scratch: Any, portable: Any) -> Any:
+def hopper_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
     """The GEMM of a problem on sm_90; operands the copy engine cannot address go to the portable kernel."""
     m, n, k = p.shape
-    centred = p.mode is DynamicRangeMode.ASYMMETRIC
-    few = m <= tune.SKINNY_TOKENS and not centred
-    launch = _skinny(p, device, scratch) if few else _large(p, device)
-    sums = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, {"num_warps": 4}, device)
+    plain = f._replace(zero_point=None)
+    if p.mode is DynamicRangeMode.SYMMETRIC:
+        gemm = _skinny if m <= tune.SKINNY_TOKENS else _large
+        return by_zero_point(f.zero_point, gemm(p, device, plain, rooms, portable), portable)
+    given = cast(int, f.weight_sum)
+    multiply = _large(p, device, f._replace(weight_sum=Either(given, rooms["sums"])), rooms, portable)
+    add_up = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, 4, device).bound(f.weight, rooms["sums"])
 
-    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
-        zero_point = None if isinstance(zero_point, int) and zero_point == 0 else zero_point
-        unaligned = (x.data_ptr() | weight.data_ptr() | output.data_ptr()) % ALIGNMENT
-        if unaligned or (zero_point is not None and not centred):
-            portable(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
-            return
-        if zero_point is not None and weight_sum is None:
-            weight_sum = scratch(workspace)["sums"]
-            sums(weight, weight_sum)
-        launch(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
+    def centred(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        if operands[given] is None:
+            add_up(operands, workspace)
+        multiply(operands, workspace)
 
-    return run
+    return by_zero_point(f.zero_point, _large(p, device, plain, rooms, portable), centred)
 
 
-def _large(p: Problem, device: torch.device) -> Any:
+def _processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
     m, n, k = p.shape
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = _processors(device)
     tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors)
     programs = min(processors, -(-m // tile.m) * -(-n // tile.n))
-    compiled: dict[object, Program] = {}
 
-    def prepare(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output) -> Prepared:
+    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
+        if not aligned:
+            return None
+        _, scale, zero_point, _, weight_scale, bias, *_ = arguments
         forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0)
-        key = (tuple(forms.values()), epilogue)
-        if key not in compiled:
-            compiled[key] = Program(gemm_source(tile, p.element.dtype, forms, epilogue), tile_options(tile), device)
-        program = compiled[key]
-        maps = [*program.tensor_map(0, x), *program.tensor_map(1, weight), *program.tensor_map(2, output)]
-        numbers = scale_arguments(scale, zero_point, weight_scale, bias, weight_sum)
-        return program, programs, [*maps, *numbers, m, n, k, *[None] * 4]
+        made = compiled(gemm_source(tile, p.element.dtype, forms, epilogue), tile_options(tile))
+        kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
+        matrix(kernel, X, x, m, k)
+        matrix(kernel, WEIGHT, weight, n, k)
+        matrix(kernel, OUTPUT, output, m, n)
+        epilogue_parameters(kernel)
+        return finish_parameters(kernel, m, n, k)
 
-    launch = Remembered(prepare)
-    return lambda *operands: launch(*operands[:-1])
+    return launching(device, f, prepare, VECTORS, otherwise=portable)
 
 
 # -- few tokens --------------------------------------------------------------------------------------------------
 
 
-class _Parts:
-    """The int32 sums of K's parts and the launch that adds them up; nothing of either when K stays whole."""
-
-    def __init__(self, p: Problem, config: tune.Skinny, scratch: Any, device: torch.device) -> None:
-        m, n, _ = p.shape
-        constants = {"PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR, "SPLIT": config.split, "BN": 512}
-        self.split, self.scratch = config.split, scratch
-        self.step = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, {"num_warps": 4}, device)
-
-    def room(self, workspace: Tensor | None) -> Tensor | None:
-        return cast("Tensor", self.scratch(workspace)["parts"]) if self.split > 1 else None
-
-    def add(self, parts: Tensor | None, output: Tensor, scale: Value, weight_scale: Value, bias: Value) -> None:
-        if parts is not None:
-            self.step(parts, output, bits(scale), bits(weight_scale), bias)
-
-
-def _skinny_program(p: Problem, device: torch.device, config: tune.Skinny, quantize: bool) -> Callable[..., Program]:
-    compiled: dict[object, Program] = {}
-
-    def program(scale: Value, weight_scale: Value, bias: Value) -> Program:
-        forms, epilogue = scale_forms(scale, None, weight_scale, bias, 1)
-        if quantize:
-            epilogue = ("given", *epilogue[1:])
-        key = (tuple(forms.values()), epilogue)
-        if key not in compiled:
-            source = skinny_source(config, p.element.dtype, forms, epilogue, p.shape[1], quantize)
-            compiled[key] = Program(source, {"num_warps": 4}, device)
-        return compiled[key]
-
-    return program
-
-
-def _skinny_grid(config: tune.Skinny, n: int, device: torch.device) -> int:
-    units = -(-n // config.rows) * config.split
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    rounds = -(-units // (config.programs * processors))
-    return -(-units // rounds)
-
-
-def _skinny(p: Problem, device: torch.device, scratch: Any) -> Any:
+def _skinny(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
     m, n, k = p.shape
-    config = tune.skinny(m, n, k, torch.cuda.get_device_properties(device).multi_processor_count)
-    programs, parts = _skinny_grid(config, n, device), _Parts(p, config, scratch, device)
-    program_for = _skinny_program(p, device, config, quantize=False)
-
-    def prepare(x, scale, weight, weight_scale, bias, output, room) -> Prepared:
-        program = program_for(scale, weight_scale, bias)
-        maps = [*program.tensor_map(0, x), *program.tensor_map(1, weight)]
-        outputs = [0, output.data_ptr(), 0 if room is None else room.data_ptr(), 0]
-        numbers = scale_arguments(scale, None, weight_scale, bias, None)
-        return program, programs, [*maps, *outputs, *numbers, 0.0, 0.0, m, n, k, *[None] * 5]
-
-    launch = Remembered(prepare)
-
-    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
-        room = parts.room(workspace)
-        launch(x, scale, weight, weight_scale, bias, output, room)
-        parts.add(room, output, scale, weight_scale, bias)
-
-    return run
+    return _streaming(p, device, f, rooms, portable, tune.skinny(m, n, k, _processors(device)), quantize=False)
 
 
-def fused_gemm(p: Problem, device: torch.device, scratch: Any) -> Launch:
+def fused_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, apart: Launch) -> Launch:
     """Floats in, floats out, one launch: every program quantizes the few rows for itself."""
     m, n, k = p.shape
-    config = tune.fused(m, n, k, torch.cuda.get_device_properties(device).multi_processor_count)
-    programs, parts = _skinny_grid(config, n, device), _Parts(p, config, scratch, device)
-    program_for = _skinny_program(p, device, config, quantize=True)
+    config = tune.fused(m, n, k, _processors(device))
+    return _streaming(p, device, f._replace(x=0), rooms, apart, config, quantize=True)
 
-    def prepare(x, scale, weight, weight_scale, bias, output, room) -> Prepared:
-        program = program_for(scale, weight_scale, bias)
-        maps = [*program.tensor_map(0, weight), *program.tensor_map(1, weight)]
-        outputs = [x.data_ptr(), output.data_ptr(), 0 if room is None else room.data_ptr(), scale.data_ptr()]
-        numbers = scale_arguments(scale, None, weight_scale, bias, None)
-        return program, programs, [*maps, *outputs, *numbers, float(p.q_min), float(p.q_max), m, n, k, *[None] * 5]
 
-    launch = Remembered(prepare)
+def _streaming(
+    p: Problem, device: torch.device, f: Factors, rooms: Rooms, otherwise: Launch, config: tune.Skinny, quantize: bool
+) -> Launch:
+    """The kernel that streams the weight past a few tokens, and the one that adds up K's parts where it is split."""
+    m, n, k = p.shape
+    programs = _streaming_grid(config, n, device)
+    room = rooms["parts"] if config.split > 1 else None
+    then = None
+    if room is not None:
+        constants = {"PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR, "SPLIT": config.split, "BN": 512}
+        add_up = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, 4, device)
+        then = add_up.bound(room, f.output, f.scale, f.weight_scale, f.bias)
 
-    def run(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, weight, weight_scale, bias, _, _, scale, output = cast("tuple[Tensor, ...]", operands)
-        scale = scratch(workspace)["scale"] if scale is None else scale
-        room = parts.room(workspace)
-        launch(x, scale, weight, weight_scale, bias, output, room)
-        parts.add(room, output, scale, weight_scale, bias)
+    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
+        if not aligned:
+            return None
+        _, scale, zero_point, _, weight_scale, bias, *_ = arguments
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 1)
+        if quantize:
+            epilogue = ("given", *epilogue[1:])
+        source = skinny_source(config, p.element.dtype, forms, epilogue, n, quantize)
+        made = compiled(source, {"num_warps": 4})
+        kernel, (x, weight) = loaded(made, programs), made.metadata.tensordesc_meta
+        if quantize:  # it reads x by itself, and has no use for a map of quantized rows
+            matrix(kernel, WEIGHT, x, n, k)
+        else:
+            matrix(kernel, X, x, m, k)
+        matrix(kernel, WEIGHT, weight, n, k)
+        kernel.address(X)
+        kernel.address(OUTPUT)
+        kernel.address(ROOM)
+        kernel.address(SCALE)
+        epilogue_parameters(kernel)
+        for limit in (p.q_min, p.q_max):
+            kernel.constant(int.from_bytes(struct.pack("<f", limit), "little"))
+        return finish_parameters(kernel, m, n, k)
 
-    return run
+    return launching(device, (*f, room), prepare, VECTORS, then, otherwise)
+
+
+def _streaming_grid(config: tune.Skinny, n: int, device: torch.device) -> int:
+    units = -(-n // config.rows) * config.split
+    rounds = -(-units // (config.programs * _processors(device)))
+    return -(-units // rounds)

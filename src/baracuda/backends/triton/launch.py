@@ -1,9 +1,13 @@
-"""From a bound kernel to the device: compiled once per form of its operands, then launched without looking back."""
+"""From a bound kernel to the device: compiled once per kind of its arguments, then launched without looking back.
+
+Triton compiles and loads; the compiled module launches, since Triton's own launcher takes as long as a small kernel.
+"""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,12 +16,18 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ...checks import DLPACK_DTYPES
+from ...errors import Unsupported
+from ..registry import Launch, Value
 from .numerics import INTERPRETED
+from .sources import Source, pick, split
 
-INTERPRETING = bool(INTERPRETED.value)
+if not (INTERPRETING := bool(INTERPRETED.value)):
+    from ... import _host
+
 #: Vector accesses are this many bytes; a pointer that is not divisible by it gets its own compiled kernel.
 ALIGNMENT = 16
-_TYPES = {
+POINTERS = {
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
@@ -26,20 +36,96 @@ _TYPES = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
-
-_current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-_current_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
-
-#: What stands in a kernel's leading parameters: a tensor, a number, or nothing.
-Argument = Tensor | int | None
+#: The parameters where a number is an integer. Any other number arrives as the bits of a double, exact for every math
+#: type.
+_INTEGERS = ("zero_point_ptr", "zp")
 
 
-def double_bits(value: float) -> int:
-    """A number as kernels take it: the bits of a double, exact for every math type."""
-    bits: int = struct.unpack("<q", struct.pack("<d", float(value)))[0]
-    return bits
+@cache
+def _driver() -> _host.Driver:
+    return _host.Driver("libcuda.so.1")
+
+
+#: Compiles for arguments like these, where all that take part in wide accesses are aligned or not all are; None where
+#: the kernel does not take them.
+Prepare = Callable[[list[Value], bool], "_host.Kernel | None"]
+
+
+def launching(
+    device: torch.device,
+    sources: Sequence[Source],
+    prepare: Prepare,
+    vectors: Sequence[int] | None = None,
+    then: Launch | None = None,
+    otherwise: Launch | None = None,
+) -> Launch:
+    """The launch of a kernel, and `then` the next; or `otherwise`, where the kernel does not take the arguments.
+
+    `vectors` are the arguments whose alignment matters, all unless given.
+    """
+    vectors = range(len(sources)) if vectors is None else vectors
+    mask = sum(1 << i for i in vectors)
+    launcher = _host.Launcher(_driver(), device.index, [_native(source) for source in sources], mask, ALIGNMENT)
+    fire = launcher.launch
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        if (fire(operands, workspace) or first_or_elsewhere(operands, workspace)) and then is not None:
+            then(operands, workspace)
+
+    def first_or_elsewhere(operands: tuple[Value, ...], workspace: Tensor | None) -> bool:
+        with torch.cuda.device(device):
+            launcher.use_context()
+            if fire(operands, workspace):
+                return True
+            arguments = pick(sources, operands, workspace)
+            addresses = [value.data_ptr() for i in vectors if isinstance(value := arguments[i], Tensor)]
+            kernel = prepare(arguments, all(address % ALIGNMENT == 0 for address in addresses))
+            if kernel is not None:
+                launcher.add(operands, workspace, kernel)
+                return fire(operands, workspace)
+        assert otherwise is not None
+        otherwise(operands, workspace)
+        return False
+
+    return launch
+
+
+def in_turn(*launches: Launch) -> Launch:
+    """One after the other on the same operands."""
+    if len(launches) == 1:
+        return launches[0]
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        for each in launches:
+            each(operands, workspace)
+
+    return launch
+
+
+def _native(source: Source) -> _host.Source:
+    operand, part = split(source)
+    code, bits = DLPACK_DTYPES[part.dtype] if part is not None else (0, 0)
+    return -1 if operand is None else operand, -1 if part is None else part.offset, code, bits
+
+
+def loaded(compiled: Any, programs: int) -> _host.Kernel:
+    """A compiled kernel on the current device, its parameters still to be named."""
+    run = compiled.run  # loads the module, which sets `function`
+    warps, clusters, shared = compiled.packed_metadata
+    scratch = run.global_scratch_size or run.profile_scratch_size
+    if scratch or clusters != 1 or run.launch_cooperative_grid or run.launch_pdl:
+        raise Unsupported(
+            f"{compiled.name}: expected a plain grid without scratch memory, got one that Triton must launch itself; "
+            "turn instrumentation off"
+        )
+    return _host.Kernel(compiled.name, compiled.function, programs, 32 * warps, shared)
+
+
+def finish_parameters(kernel: _host.Kernel, *sizes: int) -> _host.Kernel:
+    """The kernel with its sizes and the two addresses, of scratch memory, that end the parameters Triton gives it."""
+    for size in (*sizes, 0, 0):
+        kernel.constant(size & (2**64 - 1))
+    return kernel
 
 
 def compile_kernel(
@@ -50,6 +136,7 @@ def compile_kernel(
     warps: int,
     target: GPUTarget,
     aligned: bool = True,
+    stages: int | None = None,
 ) -> Any:
     """Compile for operands of these forms ("*bf16", "i64", "constexpr" for none), then sizes, then constants."""
     names = kernel.arg_names
@@ -64,11 +151,12 @@ def compile_kernel(
     divisible |= {(names.index(name),): size & -size for name, size in sizes.items() if size > 1 and not size & 1}
     attributes = {path: [["tt.divisibility", min(by, ALIGNMENT)]] for path, by in divisible.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    return triton.compile(source, target=target, options={"num_warps": warps, "enable_fp_fusion": False})
+    options = {"num_warps": warps, "enable_fp_fusion": False} | ({} if stages is None else {"num_stages": stages})
+    return triton.compile(source, target=target, options=options)
 
 
 class Step:
-    """One kernel of a plan with its grid, sizes and constants; calling it launches it on the current stream."""
+    """One kernel of a plan with its grid, sizes and constants; its leading arguments come from the operands."""
 
     def __init__(
         self,
@@ -78,84 +166,56 @@ class Step:
         constants: Mapping[str, object],
         warps: int,
         device: torch.device,
+        stages: int | None = None,
     ) -> None:
-        self.kernel, self.programs, self.warps = kernel, programs, warps
+        self.kernel, self.programs, self.warps, self.stages = kernel, programs, warps, stages
         self.sizes, self.constants, self.device = dict(sizes), dict(constants), device
-        #: Compiled launches by the forms of the leading arguments and whether all pointers are aligned.
-        self._compiled: dict[tuple[object, ...], Callable[..., None]] = {}
-        self._rest = (*self.sizes.values(), *(None for _ in constants))
+        self._direct: Launch | None = None
 
-    def __call__(self, *arguments: Argument) -> None:
-        if INTERPRETING:
+    def bound(self, *sources: Source) -> Launch:
+        """The launch whose arguments come from these sources."""
+        if not INTERPRETING:
+            return launching(self.device, sources, self._prepare)
+
+        def interpret(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+            arguments = map(_as_integer, pick(sources, operands, workspace), self.kernel.arg_names)
             self.kernel[(self.programs,)](*arguments, *self.sizes.values(), **self.constants)
-        elif _current_device() == self.device.index:
-            self._launch(arguments)
-        else:
-            with torch.cuda.device(self.device):
-                self._launch(arguments)
 
-    def _launch(self, arguments: tuple[Argument, ...]) -> None:
-        values: list[int | None] = []
-        forms: list[object] = []
-        address = 0
-        for argument in arguments:
-            if argument is None or isinstance(argument, int):
-                values.append(argument)
-                forms.append(type(argument))
-            else:
-                pointer = argument.data_ptr()
-                address |= pointer
-                values.append(pointer)
-                forms.append(argument.dtype)
-        forms.append(address % ALIGNMENT == 0)
-        key = tuple(forms)
-        launch = self._compiled.get(key) or self._compile(key)
-        launch(_current_stream(self.device.index), *values)
+        return interpret
 
-    def _compile(self, key: tuple[object, ...]) -> Callable[..., None]:
-        *forms, aligned = key
-        names = [_form(form, name) for form, name in zip(forms, self.kernel.arg_names, strict=False)]
+    def __call__(self, *arguments: Value) -> None:
+        if self._direct is None:
+            self._direct = self.bound(*range(len(arguments)))
+        self._direct(arguments, None)
+
+    def _prepare(self, arguments: list[Value], aligned: bool) -> _host.Kernel:
+        forms = list(map(_form, arguments, self.kernel.arg_names))
         target = triton.runtime.driver.active.get_current_target()
         compiled = compile_kernel(
-            self.kernel, names, self.sizes, self.constants, self.warps, target, aligned=bool(aligned)
+            self.kernel, forms, self.sizes, self.constants, self.warps, target, aligned, self.stages
         )
-        run = compiled.run  # loads the module, which sets `function`
-        function, metadata, programs, rest = compiled.function, compiled.packed_metadata, self.programs, self._rest
-        if run.global_scratch_size or run.profile_scratch_size:
-
-            def launch(stream: int, *values: int | None) -> None:
-                run(programs, 1, 1, stream, function, metadata, None, None, None, *values, *rest)
-        else:
-            # What `run` does when a kernel needs no scratch memory, less its two allocators.
-            direct, cooperative, dependent = run.launch, run.launch_cooperative_grid, run.launch_pdl
-
-            def launch(stream: int, *values: int | None) -> None:
-                direct(
-                    programs,
-                    1,
-                    1,
-                    stream,
-                    function,
-                    cooperative,
-                    dependent,
-                    None,
-                    None,
-                    metadata,
-                    None,
-                    None,
-                    None,
-                    *values,
-                    *rest,
-                )
-
-        self._compiled[key] = launch
-        return launch
+        kernel = loaded(compiled, self.programs)
+        for i, form in enumerate(forms):
+            if form.startswith("*"):
+                kernel.address(i)
+            elif form != "constexpr":
+                kernel.number(i, "i32" if form == "i32" else "f64")
+        return finish_parameters(kernel, *self.sizes.values())
 
 
-def _form(form: object, name: str) -> str:
-    if form is type(None):
+def _form(value: Value, name: str) -> str:
+    if value is None:
         return "constexpr"
-    if form is int:
-        return "i64" if name == "scale_ptr" else "i32"
-    assert isinstance(form, torch.dtype)
-    return _TYPES[form]
+    if isinstance(value, Tensor):
+        return POINTERS[value.dtype]
+    return "i32" if name in _INTEGERS else "i64"
+
+
+def _as_integer(value: Value, name: str) -> Value:
+    """An argument as the interpreter takes it."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if name in _INTEGERS:
+        return int(value)
+    bits: int = struct.unpack("<q", struct.pack("<d", float(value)))[0]
+    return bits

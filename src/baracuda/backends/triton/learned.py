@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ...problem import Problem
 from ..registry import Launch, Value
-from .launch import Argument, Step
+from .launch import Step, in_turn
 from .numerics import exact_divide, load_scale, load_zero_point, loop_bound, narrow, widen
-from .static import _scale, _zero_point, arithmetic, blocks_of, wide
+from .sources import Part
+from .static import arithmetic, blocks_of, wide
 
 #: Elements of a tile, and about how many programs keep a large device busy.
 TILE, PROGRAMS = 1024, 4096
@@ -174,17 +175,8 @@ def learned(problem: Problem, device: torch.device) -> Launch:
     folded = {"segments": view.segments, "units": layout.units}
     tiles = {"SEGMENTS": tile[1], "UNITS": tile[0]}
     second = Step(totals, blocks_of(view.segments, tile[1]), folded, tiles, 4, device)
-    count, several = layout.units * view.segments, layout.workspace > 0
-
-    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, dy, scale, zero_point, dx, scale_sum, zero_point_sum = operands
-        inputs = cast(tuple[Argument, ...], (x, dy, _scale(scale), _zero_point(zero_point), dx))
-        outputs = cast(tuple[Tensor, Tensor], (scale_sum, zero_point_sum))
-        if not several:
-            first(*inputs, *outputs)
-            return
-        sums = cast(Tensor, workspace)[: 16 * count].view(torch.float64)
-        first(*inputs, sums, sums[count:])
-        second(sums, *outputs)
-
-    return launch
+    if not layout.workspace:
+        return first.bound(0, 1, 2, 3, 4, 5, 6)
+    count = layout.units * view.segments
+    sums, zero_point_sums = Part(0, torch.float64, 2 * count), Part(8 * count, torch.float64, count)
+    return in_turn(first.bound(0, 1, 2, 3, 4, sums, zero_point_sums), second.bound(sums, 5, 6))

@@ -6,11 +6,8 @@ Triton is imported when a problem is bound, not before.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
-from typing import cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +24,7 @@ from ...types import (
 )
 from ..registry import Kernel, Launch, Value, choose
 from . import linear_tune as tune
-
-#: out = epilogue(x, scale_a, zero_point, weight, scale_w, bias, weight_sum), with room for its own intermediate sums.
-Gemm = Callable[[Tensor, Value, Value, Tensor, Value, Value, Value, Tensor, Tensor | None], None]
+from .sources import Either, Part, Source
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 _ALIGNMENT = 256
@@ -47,7 +42,7 @@ def _declines(p: Problem, device: torch.device) -> str | None:
         return f"K = {p.shape[2]} can overflow the int32 sums; exact up to K = {p.accumulator_limit}"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
-            _quantizer(p, device)
+            choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
         except Unsupported as reasons:
             return f"the activations cannot be quantized: {reasons}"
     return None
@@ -68,77 +63,46 @@ def _hopper_declines(p: Problem, device: torch.device) -> str | None:
     return None
 
 
-def _quantizer(p: Problem, device: torch.device) -> Kernel:
-    return choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
-
-
 # -- workspace ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Room:
-    """One tensor inside the workspace."""
+class Rooms(dict[str, Part]):
+    """The workspace, cut into parts with names."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
 
-    @property
-    def nbytes(self) -> int:
-        size = prod(self.shape) * self.dtype.itemsize
-        return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-class _Scratch:
-    """The workspace cut into tensors. The cuts are kept while it lives: making them costs more than a launch."""
-
-    def __init__(self, rooms: dict[str, _Room]) -> None:
-        self.rooms = rooms
-        self._views: dict[str, Tensor] = {}
-        self._of: weakref.ref[Tensor] | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(room.nbytes for room in self.rooms.values())
-
-    def __call__(self, workspace: Tensor | None) -> dict[str, Tensor]:
-        if not self.rooms or workspace is None:
-            return {}
-        if self._of is None or self._of() is not workspace:
-            flat, start, views = workspace.view(-1).view(torch.uint8), 0, {}
-            for name, room in self.rooms.items():
-                size = prod(room.shape) * room.dtype.itemsize
-                views[name] = flat[start : start + size].view(room.dtype).view(room.shape)
-                start += room.nbytes
-            self._views, self._of = views, weakref.ref(workspace, self._forget)
-        return self._views
-
-    def _forget(self, _: object) -> None:
-        self._views, self._of = {}, None
+    def cut(self, name: str, dtype: torch.dtype, *sizes: int) -> None:
+        self[name] = Part(self.nbytes, dtype, prod(sizes))
+        self.nbytes += -(-prod(sizes) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
 
 
-def _activation_rooms(p: Problem, device: torch.device) -> dict[str, _Room]:
-    if p.op is not QuantizeKind.QUANTIZED_LINEAR:
-        return {}
-    m, _, k = p.shape
-    rooms = {"q": _Room((m, k), p.quantized.dtype), "scale": _Room((m,), p.scale_element.dtype)}
-    if p.mode is DynamicRangeMode.ASYMMETRIC:
-        rooms["zero_point"] = _Room((m,), torch.int32)
-    if needed := _quantizer(p, device).workspace(activation_problem(p), device):
-        rooms["quantizer"] = _Room((needed,), torch.uint8)
+def _activation_rooms(p: Problem, device: torch.device) -> Rooms:
+    rooms = Rooms()
+    if p.op is QuantizeKind.QUANTIZED_LINEAR:
+        from .dynamic import workspace
+
+        m, _, k = p.shape
+        rooms.cut("q", p.quantized.dtype, m, k)
+        rooms.cut("scale", p.scale_element.dtype, m)
+        if p.mode is DynamicRangeMode.ASYMMETRIC:
+            rooms.cut("zero_point", torch.int32, m)
+        rooms.cut("quantizer", torch.uint8, workspace(activation_problem(p), device))
     return rooms
 
 
-def _hopper_rooms(p: Problem, device: torch.device) -> dict[str, _Room]:
+def _hopper_rooms(p: Problem, device: torch.device) -> Rooms:
     m, n, k = p.shape
     rooms = _activation_rooms(p, device)
     if p.mode is DynamicRangeMode.ASYMMETRIC:
-        rooms["sums"] = _Room((n,), torch.int32)
+        rooms.cut("sums", torch.int32, n)
     elif m <= tune.SKINNY_TOKENS:
         split = tune.skinny(m, n, k, _processors(device)).split
         if _fuses(p):
             split = max(split, tune.fused(m, n, k, _processors(device)).split)
         if split > 1:
-            rooms["parts"] = _Room((split, m, n), torch.int32)
+            rooms.cut("parts", torch.int32, split, m, n)
     return rooms
 
 
@@ -149,42 +113,66 @@ def _processors(device: torch.device) -> int:
 # -- from operands to a GEMM -------------------------------------------------------------------------------------
 
 
-def _compose(p: Problem, device: torch.device, gemm: Gemm, scratch: _Scratch, fused: Launch | None = None) -> Launch:
-    """The launch of a linear whose GEMM is `gemm`; `fused` replaces both steps unless act_q_scratch is asked for."""
-    if p.shape[0] == 0 or p.shape[1] == 0:
-        return lambda operands, workspace: None
+class Factors(NamedTuple):
+    """Where the arguments of a GEMM with its epilogue come from."""
+
+    x: Source
+    scale: Source
+    zero_point: Source
+    weight: Source
+    weight_scale: Source
+    bias: Source
+    weight_sum: Source
+    output: Source
+
+
+def _factors(p: Problem, rooms: Rooms) -> Factors:
+    """The rows of the two linears in the GEMM's order; what the first one leaves to us is in the workspace."""
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
+        return Factors(*range(8))
+    q, scale = Either(5, rooms["q"]), Either(6, rooms["scale"])
+    return Factors(q, scale, rooms.get("zero_point"), 1, 2, 3, 4, 7)
 
-        def smoothquant(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-            x, scale, zero_point, weight, weight_scale, bias, weight_sum, output = cast("tuple[Tensor, ...]", operands)
-            gemm(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
 
-        return smoothquant
+def _quantized_first(p: Problem, device: torch.device, rooms: Rooms, gemm: Launch) -> Launch:
+    """The whole linear: the activations quantized where the op asks for it, then the GEMM."""
+    if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
+        return gemm
+    from .dynamic import dynamic
+    from .launch import in_turn
 
-    quantize = _quantizer(p, device).bind(activation_problem(p), device)
+    f = _factors(p, rooms)
+    quantize = dynamic(activation_problem(p), device, (0, f.scale, f.zero_point, f.x), rooms["quantizer"].offset)
+    return in_turn(quantize, gemm)
 
-    def quantized(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, weight, weight_scale, bias, weight_sum, q, scale, output = cast("tuple[Tensor, ...]", operands)
-        if fused is not None and q is None:
-            fused(operands, workspace)
-            return
-        rooms = scratch(workspace)
-        q = rooms["q"] if q is None else q
-        scale = rooms["scale"] if scale is None else scale
-        zero_point = rooms.get("zero_point")
-        quantize((x, scale, zero_point, q), rooms.get("quantizer"))
-        gemm(q, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
 
-    return quantized
+def by_zero_point(zero_point: Source, without: Launch, with_it: Launch) -> Launch:
+    """The launch for a zero point that is there, or for one that is None or the number 0."""
+    if not isinstance(zero_point, int):
+        return without if zero_point is None else with_it
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        value = operands[zero_point]
+        absent = value is None or (isinstance(value, int) and value == 0)
+        (without if absent else with_it)(operands, workspace)
+
+    return launch
+
+
+def _nothing(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+    """An empty output asks for no launch."""
 
 
 def _bind_portable(p: Problem, device: torch.device) -> Launch:
-    return _compose(p, device, _portable_gemm(p, device), _Scratch(_activation_rooms(p, device)))
+    if p.shape[0] == 0 or p.shape[1] == 0:
+        return _nothing
+    rooms = _activation_rooms(p, device)
+    return _quantized_first(p, device, rooms, _portable_gemm(p, device, _factors(p, rooms)))
 
 
-def _portable_gemm(p: Problem, device: torch.device) -> Gemm:
+def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
+    from .launch import Step
     from .linear_kernels import matmul
-    from .linear_launch import Step, bits
 
     m, n, k = p.shape
     config = tune.portable(m, n, k)
@@ -202,28 +190,30 @@ def _portable_gemm(p: Problem, device: torch.device) -> Gemm:
         "BK": config.k,
     }
     programs = -(-m // config.m) * -(-n // config.n)
-    options: dict[str, object] = {"num_warps": config.warps, "num_stages": config.stages}
-    plain = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, options, device)
+
+    def bound(zero_point: Source, constants: dict[str, Any]) -> Launch:
+        step = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, config.warps, device, config.stages)
+        return step.bound(f.x, f.weight, f.output, f.scale, f.weight_scale, f.bias, zero_point, f.weight_sum)
+
     # A zero point that comes with a symmetric problem (a tensor: its value is not known here) still counts.
-    off_centre = Step(matmul, programs, {"M": m, "N": n, "K": k}, {**constants, "CENTRED": True}, options, device)
-
-    def gemm(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
-        zero_point = None if isinstance(zero_point, int) and zero_point == 0 else zero_point
-        step = plain if zero_point is None else off_centre
-        step(x, weight, output, bits(scale), bits(weight_scale), bias, zero_point, weight_sum)
-
-    return gemm
+    return by_zero_point(f.zero_point, bound(None, constants), bound(f.zero_point, {**constants, "CENTRED": True}))
 
 
 def _bind_hopper(p: Problem, device: torch.device) -> Launch:
     from .hopper_launch import fused_gemm, hopper_gemm
 
-    m = p.shape[0]
-    scratch = _Scratch(_hopper_rooms(p, device))
-    portable = _portable_gemm(p, device)
-    gemm = hopper_gemm(p, device, scratch, portable)
-    fused = fused_gemm(p, device, scratch) if _fuses(p) else None
-    return _compose(p, device, gemm, scratch, fused) if m else _compose(p, device, portable, scratch)
+    rooms = _hopper_rooms(p, device)
+    factors = _factors(p, rooms)
+    gemm = hopper_gemm(p, device, factors, rooms, _portable_gemm(p, device, factors))
+    apart = _quantized_first(p, device, rooms, gemm)
+    if not _fuses(p):
+        return apart
+    fused = fused_gemm(p, device, factors, rooms, apart)
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        (fused if operands[5] is None else apart)(operands, workspace)  # act_q_scratch is a result where it is given
+
+    return launch
 
 
 def _fuses(p: Problem) -> bool:
@@ -274,7 +264,7 @@ KERNELS: tuple[Kernel, ...] = (
         ops=LINEARS,
         declines=_hopper_declines,
         bind=_bind_hopper,
-        workspace=lambda p, device: _Scratch(_hopper_rooms(p, device)).nbytes,
+        workspace=lambda p, device: _hopper_rooms(p, device).nbytes,
         arch=_arch,
         epilogue=_describe_hopper,
     ),
@@ -284,7 +274,7 @@ KERNELS: tuple[Kernel, ...] = (
         ops=LINEARS,
         declines=_declines,
         bind=_bind_portable,
-        workspace=lambda p, device: _Scratch(_activation_rooms(p, device)).nbytes,
+        workspace=lambda p, device: _activation_rooms(p, device).nbytes,
         arch=_arch,
         epilogue=_describe_portable,
     ),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...problem import Problem
 from ...types import Arithmetic, ElementKind, QuantizeKind
-from ..registry import Launch, Value
+from ..registry import Launch
 from . import elementwise as kernels
 from . import tune
-from .launch import Argument, Step, double_bits
+from .launch import Step
+from .sources import Source
 
 _OPS = {
     QuantizeKind.QUANTIZE: kernels.QUANTIZE,
@@ -32,25 +32,17 @@ _PACKED = {ElementKind.U4: kernels.UNSIGNED.value, ElementKind.S4: kernels.SIGNE
 
 def elementwise(problem: Problem, device: torch.device) -> Launch:
     step = elementwise_step(problem, device)
-    needs_input = problem.op is not QuantizeKind.DEQUANTIZE_BACKWARD
-    forward, scattered = problem.op not in _BACKWARD, step is not None and step.kernel is kernels.scattered
+    if step is None:
+        return lambda operands, workspace: None
+    if problem.op not in _BACKWARD:
+        return bound_forward(step, 0, 1, 2, 3)
+    return step.bound(None if problem.op is QuantizeKind.DEQUANTIZE_BACKWARD else 0, 1, 2, 3, 4)
 
-    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        if step is None:
-            return
-        if forward:
-            x, scale, zero_point, out = operands
-            dy = None
-        else:
-            x, dy, scale, zero_point, out = operands
-            x = x if needs_input else None
-        middle = (_scale(scale), _zero_point(zero_point), cast(Tensor, out))
-        if scattered:
-            step(cast(Tensor, x), *middle)
-        else:
-            step(cast("Tensor | None", x), cast("Tensor | None", dy), *middle)
 
-    return launch
+def bound_forward(step: Step, x: Source, scale: Source, zero_point: Source, out: Source) -> Launch:
+    if step.kernel is kernels.scattered:
+        return step.bound(x, scale, zero_point, out)
+    return step.bound(x, None, scale, zero_point, out)
 
 
 def elementwise_step(problem: Problem, device: torch.device, *, again: bool = False) -> Step | None:
@@ -120,14 +112,6 @@ def arithmetic(problem: Problem) -> dict[str, Any]:
         "Q_MAX": problem.q_max,
         "F64": problem.element is ElementKind.F64,
     }
-
-
-def _scale(scale: Value) -> Argument:
-    return scale if isinstance(scale, Tensor) else double_bits(cast(float, scale))
-
-
-def _zero_point(zero_point: Value) -> Argument:
-    return zero_point if zero_point is None or isinstance(zero_point, Tensor) else int(zero_point)
 
 
 def mask(even: bool, edges: bool = False) -> int:

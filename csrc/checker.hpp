@@ -1,0 +1,103 @@
+// The quick answer to "do these operands fit?". It says yes or "perhaps not"; Python finds out why, and for whom.
+#pragma once
+#include <string>
+#include <vector>
+
+#include "tensor.hpp"
+
+namespace baracuda {
+
+// One operand: its dtypes as words, its shape, and the numbers ('f' or 'i', or none) that may stand for it.
+struct Rule {
+    std::vector<uint32_t> dtypes;
+    std::vector<int64_t> shape;
+    bool output, optional;
+    char number;
+    double low, high;
+
+    bool takes(const DLTensor& tensor) const {
+        bool known = false;
+        for (uint32_t dtype : dtypes) known |= dtype == word(tensor.dtype);
+        if (!known || size_t(tensor.ndim) != shape.size()) return false;
+        for (size_t i = 0; i < shape.size(); ++i)
+            if (tensor.shape[i] != shape[i]) return false;
+        return is_contiguous(tensor);
+    }
+
+    bool takes_number(PyObject* value) const {
+        if (PyFloat_CheckExact(value)) {
+            const double x = PyFloat_AS_DOUBLE(value);
+            return number == 'f' && low < x && x < high;
+        }
+        int overflow = 0;
+        const long long x = PyLong_AsLongLongAndOverflow(value, &overflow);
+        const bool exact = !overflow && x > -(1LL << 53) && x < 1LL << 53;
+        return number && exact && low < double(x) && double(x) < high;
+    }
+};
+
+class Checker {
+    std::vector<Rule> rules_;
+    DLDevice device_;
+    bool elementwise_;
+
+public:
+    Checker(std::vector<Rule> rules, DLDevice device, bool elementwise)
+        : rules_(std::move(rules)), device_(device), elementwise_(elementwise) {}
+
+    // Whether all of the given operands, which may be the first ones only, are plain, contiguous, of the row's shapes
+    // and dtypes, on the device, and no output shares memory it must not share.
+    bool fits(PyObject* operands) const {
+        const Py_ssize_t count = PyTuple_GET_SIZE(operands);
+        if (count > Py_ssize_t(rules_.size()) || count > MOST) return false;
+        DLTensor tensors[MOST];
+        bool has_memory[MOST];
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            PyObject* value = PyTuple_GET_ITEM(operands, i);
+            const Rule& rule = rules_[i];
+            has_memory[i] = torch.is_plain(value);
+            if (has_memory[i]) {
+                if (!read(value, tensors[i]) || !rule.takes(tensors[i])) return false;
+            } else if (value == Py_None) {
+                if (!rule.optional) return false;
+            } else if (!(PyFloat_CheckExact(value) || PyLong_CheckExact(value)) || !rule.takes_number(value)) {
+                return false;
+            }
+        }
+        for (Py_ssize_t i = 0; i < count; ++i) {
+            if (!rules_[i].output || !has_memory[i]) continue;
+            for (Py_ssize_t j = 0; j < count; ++j)
+                if (i != j && has_memory[j] && !may_share(tensors[i], tensors[j])) return false;
+        }
+        return true;
+    }
+
+    // Whether the workspace is a plain, contiguous tensor on the device with room for `size` bytes, aligned.
+    bool holds(PyObject* workspace, uint64_t size, uint64_t alignment) const {
+        DLTensor tensor;
+        return torch.is_plain(workspace) && read(workspace, tensor) && is_contiguous(tensor) &&
+               bytes_of(tensor) >= size && address_of(tensor) % alignment == 0;
+    }
+
+private:
+    bool read(PyObject* value, DLTensor& out) const {
+        if (!torch.read(value, out)) {
+            PyErr_Clear();
+            return false;
+        }
+        return out.device.type == device_.type && out.device.index == device_.index;
+    }
+
+    // An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing.
+    bool may_share(const DLTensor& out, const DLTensor& other) const {
+        const uint64_t start = address_of(out), other_start = address_of(other);
+        if (other_start >= start + bytes_of(out) || start >= other_start + bytes_of(other)) return true;
+        if (!elementwise_ || start != other_start || word(out.dtype) != word(other.dtype) || out.ndim != other.ndim)
+            return false;
+        for (int i = 0; i < out.ndim; ++i)
+            if (out.strides[i] != other.strides[i]) return false;
+        return true;
+    }
+};
+
+}  // namespace baracuda

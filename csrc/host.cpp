@@ -1,0 +1,116 @@
+// baracuda._host: what every call of a plan does on the host, on every device: check the operands, launch the kernel.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <tuple>
+
+#include "checker.hpp"
+#include "launcher.hpp"
+
+namespace nb = nanobind;
+
+namespace baracuda {
+
+Torch torch;
+
+namespace {
+
+void find_torch() {
+    nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+    nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
+    if (capsule.is_none())
+        throw nb::import_error("torch has no DLPack exchange API; baracuda needs torch 2.10 or later");
+    auto* exchange = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (!exchange) throw nb::python_error();
+    while (exchange && exchange->major != 1) exchange = exchange->previous;
+    if (!exchange || !exchange->read) throw nb::import_error("torch's DLPack exchange API is of an unknown version");
+    torch.exchange = exchange;
+    // Held for as long as the process lives.
+    torch.tensor = tensor.release().ptr();
+    torch.parameter = nb::object(nb::module_::import_("torch.nn").attr("Parameter")).release().ptr();
+}
+
+PyObject* tuple_of(nb::handle operands) {
+    if (!PyTuple_CheckExact(operands.ptr())) throw nb::type_error("expected the operands in a tuple");
+    return operands.ptr();
+}
+
+using RuleFields =
+    std::tuple<std::vector<std::tuple<int, int>>, std::vector<int64_t>, bool, bool, std::string, double, double>;
+
+Rule rule_of(const RuleFields& fields) {
+    const auto& [dtypes, shape, output, optional, number, low, high] = fields;
+    Rule rule{{}, shape, output, optional, number.empty() ? '\0' : number[0], low, high};
+    for (const auto& [code, bits] : dtypes) rule.dtypes.push_back(word({uint8_t(code), uint8_t(bits), 1}));
+    return rule;
+}
+
+using SourceFields = std::tuple<int, int64_t, int, int>;
+
+std::vector<Source> sources_of(const std::vector<SourceFields>& fields) {
+    std::vector<Source> sources;
+    for (const auto& [operand, offset, code, bits] : fields)
+        sources.push_back({operand, offset, word({uint8_t(code), uint8_t(bits), 1})});
+    return sources;
+}
+
+template <class Call>
+auto raising(Call call) {
+    try {
+        return call();
+    } catch (const PythonError&) {
+        throw nb::python_error();
+    }
+}
+
+}  // namespace
+}  // namespace baracuda
+
+NB_MODULE(_host, m) {
+    using namespace baracuda;
+    nb::set_leak_warnings(false);  // plans live in caches until the interpreter ends
+    m.doc() = "The host's part of a call. Private: baracuda.checks and baracuda.backends.triton stand before it.";
+    find_torch();
+    nb::class_<Checker>(m, "Checker")
+        .def("__init__",
+             [](Checker* self, const std::vector<RuleFields>& fields, int device_type, int device_index,
+                bool elementwise) {
+                 std::vector<Rule> rules;
+                 for (const RuleFields& rule : fields) rules.push_back(rule_of(rule));
+                 new (self) Checker(std::move(rules), {device_type, device_index}, elementwise);
+             })
+        .def("fits", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands)); })
+        .def("holds",
+             [](const Checker& self, nb::handle workspace, uint64_t size, uint64_t alignment) {
+                 return self.holds(workspace.ptr(), size, alignment);
+             },
+             nb::arg().none(), nb::arg(), nb::arg());
+    nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>());
+    nb::class_<Kernel>(m, "Kernel")
+        .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned>())
+        .def("constant", &Kernel::constant)
+        .def("address", &Kernel::address)
+        .def("number", &Kernel::number)
+        .def("matrix", &Kernel::matrix)
+        .def("parameters", &Kernel::parameters);
+    nb::class_<Launcher>(m, "Launcher")
+        .def("__init__",
+             [](Launcher* self, std::shared_ptr<Driver> driver, int index, const std::vector<SourceFields>& sources,
+                uint32_t vectors, uint64_t alignment) {
+                 new (self) Launcher(std::move(driver), index, sources_of(sources), vectors, alignment);
+             })
+        .def("add",
+             [](Launcher& self, nb::handle operands, nb::handle workspace, std::shared_ptr<Kernel> kernel) {
+                 raising([&] { self.add(tuple_of(operands), workspace.ptr(), std::move(kernel)); });
+             },
+             nb::arg(), nb::arg().none(), nb::arg())
+        .def("launch",
+             [](Launcher& self, nb::handle operands, nb::handle workspace) {
+                 return raising([&] { return self.launch(tuple_of(operands), workspace.ptr()); });
+             },
+             nb::arg(), nb::arg().none())
+        .def("use_context", &Launcher::use_context);
+}

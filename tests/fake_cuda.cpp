@@ -1,0 +1,51 @@
+// A CUDA driver that launches nothing: it keeps what the last launch was given, for a test to look at.
+#include <cstdint>
+#include <cstring>
+
+extern "C" {
+
+struct Record {
+    uint64_t function, stream;
+    uint32_t grid[3], block[3], shared, launches, encodes;
+    uint64_t values[48];   // the first eight bytes of each parameter
+    uint64_t matrix[10];   // what the last encoding was given
+} record;
+
+int count = 0;             // how many parameters the function takes: a driver knows, this one is told
+int device = 0;            // of the current context; -1 for none
+int result = 0;            // what the next launch answers
+
+Record* fake_record() { return &record; }
+void fake_set(int parameters, int current_device, int launch_result) {
+    count = parameters, device = current_device, result = launch_result;
+}
+
+int cuGetErrorString(int, const char** text) { return *text = "an illegal fake access", 0; }
+int cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
+int cuCtxGetDevice(int* out) { return device < 0 ? 201 : (*out = device, 0); }
+int cuDevicePrimaryCtxRetain(void** context, int of) {
+    return *context = reinterpret_cast<void*>(uintptr_t(of) + 1), 0;
+}
+int cuCtxSetCurrent(void* context) { return device = int(reinterpret_cast<uintptr_t>(context)) - 1, 0; }
+
+int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared, void* stream, void** parameters, void**) {
+    if (result) return result;
+    record.function = reinterpret_cast<uint64_t>(function), record.stream = reinterpret_cast<uint64_t>(stream);
+    record.grid[0] = x, record.grid[1] = y, record.grid[2] = z;
+    record.block[0] = block_x, record.block[1] = block_y, record.block[2] = block_z;
+    record.shared = shared, ++record.launches;
+    for (int i = 0; i < count; ++i) std::memcpy(record.values + i, parameters[i], 8);
+    return 0;
+}
+
+int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const uint32_t* box, const uint32_t*, int, int swizzle, int, int) {
+    const uint64_t given[10] = {uint64_t(type), rank, reinterpret_cast<uint64_t>(address), sizes[0], sizes[1],
+                                strides[0], box[0], box[1], uint64_t(swizzle), 0};
+    std::memcpy(record.matrix, given, sizeof given);
+    map[0] = reinterpret_cast<uint64_t>(address) ^ 0xfeed;
+    ++record.encodes;
+    return 0;
+}
+}

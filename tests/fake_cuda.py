@@ -1,0 +1,49 @@
+"""A CUDA driver that launches nothing and keeps what it was given, built from fake_cuda.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+class Record(ctypes.Structure):
+    _fields_ = [
+        ("function", ctypes.c_uint64),
+        ("stream", ctypes.c_uint64),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared", ctypes.c_uint32),
+        ("launches", ctypes.c_uint32),
+        ("encodes", ctypes.c_uint32),
+        ("values", ctypes.c_uint64 * 48),
+        ("matrix", ctypes.c_uint64 * 10),
+    ]
+
+
+class Fake:
+    """The driver, to be told what to answer, and what it was given last."""
+
+    def __init__(self, path: Path) -> None:
+        from baracuda import _host
+
+        library = ctypes.CDLL(str(path))
+        self.set = library.fake_set
+        library.fake_record.restype = ctypes.POINTER(Record)
+        self.record: Record = library.fake_record().contents
+        self.driver = _host.Driver(str(path))
+
+
+def build(tmp_path_factory: pytest.TempPathFactory) -> Fake:
+    """Compiled once a session."""
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs a C++ compiler")
+    path = tmp_path_factory.getbasetemp() / "libfake_cuda.so"
+    if not path.exists():
+        source = Path(__file__).with_suffix(".cpp")
+        subprocess.run([compiler, "-std=c++17", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    return Fake(path)
