@@ -91,8 +91,8 @@ def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
     ptx = elementwise_ptx(op, scope, element, ElementKind.S8, Arithmetic.DIVIDE)
     assert_exact(ptx)
     counts = instructions(ptx)
-    # Beside a float vector of 8 or 16 bytes the 8-bit side of strided segments is 4 bytes wide, one register.
-    narrow = r"|b32" if scope in (PerChannel(1), PerGroup(128, axis=0)) else ""
+    # Beside a float vector of 4 to 16 bytes the 8-bit side of strided segments is 2 or 4 bytes wide, one register.
+    narrow = r"|b32|b16" if scope in (PerChannel(1), PerGroup(128, axis=0)) else ""
     assert any(re.match(rf"ld\.global\.(v[248]{narrow})", name) for name in counts)
     assert any(re.match(rf"st\.global\.(v[248]{narrow})", name) for name in counts)
     fused = sum(n for name, n in counts.items() if name.startswith("fma"))
