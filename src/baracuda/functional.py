@@ -19,7 +19,7 @@ from .execute import audience, cached_plan, run
 from .ops import OPERATORS, Key, unpacked_shape
 from .problem import fake_storage
 from .scope import PerTensor, PerToken, Scope, Shape
-from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 #: A tensor, or anything that speaks DLPack: NumPy, CuPy and JAX arrays.
 Array = Any
@@ -154,12 +154,14 @@ def quantized_linear(
     q_max: int | None = None,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    activation: Activation | str = Activation.NONE,
+    residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x @ W.T (+ bias) with int8 weights `[N, K]`, x quantized per token to `dtype` on the way in; x's own type out.
+    """act(x @ W.T + bias) + residual, int8 weights `[N, K]`, x quantized per token to `dtype` on the way in.
 
-    `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the weight. Differentiable in
-    x, straight through its rounding, and in the bias.
+    The result has x's own type, as the residual must. `weight_sum`, the int32 row sums of the weight, spares an
+    asymmetric call a pass over the weight. Differentiable in x, straight through its rounding, bias and residual.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     mode, kind, weight = member(DynamicRangeMode, mode), ElementKind.of(dtype), _weight_kind(weight_q, weight_element)
@@ -167,9 +169,10 @@ def quantized_linear(
     m, n, k = _linear_shape(x, weight_q)
     element = ElementKind.of(x.dtype)
     stored = stored_scale_element(None, element)
-    key = (element, kind, low, high, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight)
+    act = member(Activation, activation)
+    key = (element, kind, low, high, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act)
     weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    inputs = (x.reshape(m, k), *weights)
+    inputs = (x.reshape(m, k), *weights, _residual(residual, (*x.shape[:-1], n), (m, n)))
     return _linear(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), key, inputs, (*x.shape[:-1], n), out)
 
 
@@ -184,21 +187,23 @@ def smoothquant_linear(
     dtype: Element = ElementKind.F32,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    activation: Activation | str = Activation.NONE,
+    residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x_q @ W.T) * act_scale * weight_scale (+ bias) as `dtype`: a linear over activations already quantized."""
+    """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized."""
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     m, n, k = _linear_shape(x_q, weight_q)
     kind, weight = ElementKind.of(x_q.dtype), _weight_kind(weight_q, weight_element)
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
-    stored = ElementKind.F32
+    element, stored, act = ElementKind.of(dtype), ElementKind.F32, member(Activation, activation)
     key = (
-        ElementKind.of(dtype), kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight
+        element, kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act
     )  # fmt: skip
     qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
     weights = _weights(n, weight_q, weight_scale, bias, weight_sum)
-    inputs = (x_q.reshape(m, k), *qparams, *weights)
+    inputs = (x_q.reshape(m, k), *qparams, *weights, _residual(residual, (*x_q.shape[:-1], n), (m, n)))
     return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, (m, n, k), key, inputs, (*x_q.shape[:-1], n), out)
 
 
@@ -283,7 +288,8 @@ def _dynamic_key(
     element, kind, mode = ElementKind.of(x.dtype), ElementKind.of(dtype), member(DynamicRangeMode, mode)
     low, high = dynamic_range(kind, mode, q_min, q_max)
     stored = stored_scale_element(scale_dtype, element)
-    return element, kind, low, high, scope, mode, member(Arithmetic, arithmetic), stored, include_zero, ElementKind.S8
+    arithmetic, weight = member(Arithmetic, arithmetic), ElementKind.S8
+    return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, Activation.NONE
 
 
 def dynamic_range(
@@ -336,6 +342,15 @@ def _weights(
         None if bias is None else as_tensor(bias, "bias"),
         None if weight_sum is None else as_tensor(weight_sum, "weight_sum"),
     )
+
+
+def _residual(residual: Array | None, expected: Shape, shape: Shape) -> Tensor | None:
+    if residual is None:
+        return None
+    tensor = as_tensor(residual, "residual")
+    if tensor.shape != expected:
+        raise InvalidProblem(f"residual: expected the output's shape {list(expected)}, got {list(tensor.shape)}")
+    return tensor.reshape(shape)
 
 
 def _weight_kind(weight_q: Tensor, element: Element | None) -> ElementKind:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ...problem import Problem
-from ...types import DynamicRangeMode, QuantizeKind
+from ...types import Activation, DynamicRangeMode, QuantizeKind
 from ..registry import Launch, Value
 from . import linear_tune as tune
 from .hopper import gemm
@@ -58,9 +58,15 @@ def _shape_of(value: Value, per_token: bool = False) -> str:
 
 
 def scale_forms(
-    scale: Value, zero_point: Value, weight_scale: Value, bias: Value, axis: int
+    scale: Value,
+    zero_point: Value,
+    weight_scale: Value,
+    bias: Value,
+    axis: int,
+    residual: Value = None,
+    activation: Activation = Activation.NONE,
 ) -> tuple[dict[str, str], tuple[object, ...]]:
-    """The forms of the epilogue's arguments, and the constant that tells the kernel which of them to read."""
+    """The forms of the epilogue's arguments, and the constant that tells the kernel what to do with them."""
     forms = {
         "sa_ptr": pointer_form(scale.dtype) if isinstance(scale, Tensor) else "*fp32",
         "sa": "fp32",
@@ -70,18 +76,23 @@ def scale_forms(
         "zp_ptr": "*i32",
         "zp": "i32",
         "sum_ptr": "*i32",
+        "residual_ptr": pointer_form(residual.dtype) if isinstance(residual, Tensor) else "*fp32",
     }
     zero = "none" if zero_point is None else _shape_of(zero_point)
-    return forms, (_shape_of(scale), _shape_of(weight_scale), bias is not None, zero, axis)
+    scales = (_shape_of(scale), _shape_of(weight_scale), bias is not None, zero, axis)
+    return forms, (*scales, activation.value, residual is not None)
 
 
-def scale_arguments(scale: Value, zero_point: Value, weight_scale: Value, bias: Value, weight_sum: Value) -> list[Any]:
+def scale_arguments(
+    scale: Value, zero_point: Value, weight_scale: Value, bias: Value, weight_sum: Value, residual: Value
+) -> list[Any]:
     return [
         *_pointer_and_number(scale, 0.0),
         *_pointer_and_number(weight_scale, 0.0),
         _pointer_and_number(bias, 0)[0],
         *_pointer_and_number(zero_point, 0),
         _pointer_and_number(weight_sum, 0)[0],
+        _pointer_and_number(residual, 0)[0],
     ]
 
 
@@ -102,7 +113,10 @@ def gemm_source(
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
     constants = {"STAGES": tile.stages, "GROUP": tile.group, "SCHEDULE": tile.schedule, "EPILOGUE": epilogue}
-    return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants)
+    # The residual is read in pairs of columns.
+    names, divisible = list(signature), {"residual_ptr": ALIGNMENT, "N": ALIGNMENT // out.itemsize}
+    attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()}
+    return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
 
 
 def skinny_source(
@@ -147,16 +161,17 @@ def hopper_gemm(p: Problem, device: torch.device, scratch: Any, portable: Any) -
     launch = _skinny(p, device, scratch) if few else _large(p, device)
     sums = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, {"num_warps": 4}, device)
 
-    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
+    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output, workspace) -> None:
         zero_point = None if isinstance(zero_point, int) and zero_point == 0 else zero_point
-        unaligned = (x.data_ptr() | weight.data_ptr() | output.data_ptr()) % ALIGNMENT
+        addresses = x.data_ptr() | weight.data_ptr() | output.data_ptr()
+        unaligned = (addresses if residual is None else addresses | residual.data_ptr()) % ALIGNMENT
         if unaligned or (zero_point is not None and not centred):
-            portable(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
+            portable(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output, workspace)
             return
         if zero_point is not None and weight_sum is None:
             weight_sum = scratch(workspace)["sums"]
             sums(weight, weight_sum)
-        launch(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
+        launch(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output, workspace)
 
     return run
 
@@ -168,14 +183,14 @@ def _large(p: Problem, device: torch.device) -> Any:
     programs = min(processors, -(-m // tile.m) * -(-n // tile.n))
     compiled: dict[object, Program] = {}
 
-    def prepare(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output) -> Prepared:
-        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0)
+    def prepare(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output) -> Prepared:
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0, residual, p.activation)
         key = (tuple(forms.values()), epilogue)
         if key not in compiled:
             compiled[key] = Program(gemm_source(tile, p.element.dtype, forms, epilogue), tile_options(tile), device)
         program = compiled[key]
         maps = [*program.tensor_map(0, x), *program.tensor_map(1, weight), *program.tensor_map(2, output)]
-        numbers = scale_arguments(scale, zero_point, weight_scale, bias, weight_sum)
+        numbers = scale_arguments(scale, zero_point, weight_scale, bias, weight_sum, residual)
         return program, programs, [*maps, *numbers, m, n, k, *[None] * 4]
 
     launch = Remembered(prepare)
@@ -190,23 +205,26 @@ class _Parts:
 
     def __init__(self, p: Problem, config: tune.Skinny, scratch: Any, device: torch.device) -> None:
         m, n, _ = p.shape
-        constants = {"PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR, "SPLIT": config.split, "BN": 512}
+        per_token, activation = p.op is QuantizeKind.QUANTIZED_LINEAR, p.activation.value
+        constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "SPLIT": config.split, "BN": 512}
         self.split, self.scratch = config.split, scratch
         self.step = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, {"num_warps": 4}, device)
 
     def room(self, workspace: Tensor | None) -> Tensor | None:
         return cast("Tensor", self.scratch(workspace)["parts"]) if self.split > 1 else None
 
-    def add(self, parts: Tensor | None, output: Tensor, scale: Value, weight_scale: Value, bias: Value) -> None:
+    def add(
+        self, parts: Tensor | None, output: Tensor, scale: Value, weight_scale: Value, bias: Value, residual: Value
+    ) -> None:
         if parts is not None:
-            self.step(parts, output, bits(scale), bits(weight_scale), bias)
+            self.step(parts, output, bits(scale), bits(weight_scale), bias, residual)
 
 
 def _skinny_program(p: Problem, device: torch.device, config: tune.Skinny, quantize: bool) -> Callable[..., Program]:
     compiled: dict[object, Program] = {}
 
-    def program(scale: Value, weight_scale: Value, bias: Value) -> Program:
-        forms, epilogue = scale_forms(scale, None, weight_scale, bias, 1)
+    def program(scale: Value, weight_scale: Value, bias: Value, residual: Value) -> Program:
+        forms, epilogue = scale_forms(scale, None, weight_scale, bias, 1, residual, p.activation)
         if quantize:
             epilogue = ("given", *epilogue[1:])
         key = (tuple(forms.values()), epilogue)
@@ -231,19 +249,19 @@ def _skinny(p: Problem, device: torch.device, scratch: Any) -> Any:
     programs, parts = _skinny_grid(config, n, device), _Parts(p, config, scratch, device)
     program_for = _skinny_program(p, device, config, quantize=False)
 
-    def prepare(x, scale, weight, weight_scale, bias, output, room) -> Prepared:
-        program = program_for(scale, weight_scale, bias)
+    def prepare(x, scale, weight, weight_scale, bias, residual, output, room) -> Prepared:
+        program = program_for(scale, weight_scale, bias, residual)
         maps = [*program.tensor_map(0, x), *program.tensor_map(1, weight)]
         outputs = [0, output.data_ptr(), 0 if room is None else room.data_ptr(), 0]
-        numbers = scale_arguments(scale, None, weight_scale, bias, None)
+        numbers = scale_arguments(scale, None, weight_scale, bias, None, residual)
         return program, programs, [*maps, *outputs, *numbers, 0.0, 0.0, m, n, k, *[None] * 5]
 
     launch = Remembered(prepare)
 
-    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
+    def run(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output, workspace) -> None:
         room = parts.room(workspace)
-        launch(x, scale, weight, weight_scale, bias, output, room)
-        parts.add(room, output, scale, weight_scale, bias)
+        launch(x, scale, weight, weight_scale, bias, residual, output, room)
+        parts.add(room, output, scale, weight_scale, bias, residual)
 
     return run
 
@@ -255,20 +273,20 @@ def fused_gemm(p: Problem, device: torch.device, scratch: Any) -> Launch:
     programs, parts = _skinny_grid(config, n, device), _Parts(p, config, scratch, device)
     program_for = _skinny_program(p, device, config, quantize=True)
 
-    def prepare(x, scale, weight, weight_scale, bias, output, room) -> Prepared:
-        program = program_for(scale, weight_scale, bias)
+    def prepare(x, scale, weight, weight_scale, bias, residual, output, room) -> Prepared:
+        program = program_for(scale, weight_scale, bias, residual)
         maps = [*program.tensor_map(0, weight), *program.tensor_map(1, weight)]
         outputs = [x.data_ptr(), output.data_ptr(), 0 if room is None else room.data_ptr(), scale.data_ptr()]
-        numbers = scale_arguments(scale, None, weight_scale, bias, None)
+        numbers = scale_arguments(scale, None, weight_scale, bias, None, residual)
         return program, programs, [*maps, *outputs, *numbers, float(p.q_min), float(p.q_max), m, n, k, *[None] * 5]
 
     launch = Remembered(prepare)
 
     def run(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, weight, weight_scale, bias, _, _, scale, output = cast("tuple[Tensor, ...]", operands)
+        x, weight, weight_scale, bias, _, residual, _, scale, output = cast("tuple[Tensor, ...]", operands)
         scale = scratch(workspace)["scale"] if scale is None else scale
         room = parts.room(workspace)
-        launch(x, scale, weight, weight_scale, bias, output, room)
-        parts.add(room, output, scale, weight_scale, bias)
+        launch(x, scale, weight, weight_scale, bias, residual, output, room)
+        parts.add(room, output, scale, weight_scale, bias, residual)
 
     return run

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...problem import Problem, activation_problem
+from ...problem import Problem, activation_problem, epilogue_formula
 from ...types import (
     Arithmetic,
     BackendKind,
@@ -28,8 +28,8 @@ from ...types import (
 from ..registry import Kernel, Launch, Value, choose
 from . import linear_tune as tune
 
-#: out = epilogue(x, scale_a, zero_point, weight, scale_w, bias, weight_sum), with room for its own intermediate sums.
-Gemm = Callable[[Tensor, Value, Value, Tensor, Value, Value, Value, Tensor, Tensor | None], None]
+#: out = epilogue(x, scale_a, zero_point, weight, scale_w, bias, weight_sum, residual); its own sums in the workspace.
+Gemm = Callable[..., None]
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 _ALIGNMENT = 256
@@ -43,8 +43,6 @@ def _declines(p: Problem, device: torch.device) -> str | None:
 
     if (reason := no_triton(p, device)) is not None:
         return reason
-    if p.shape[2] > p.accumulator_limit:
-        return f"K = {p.shape[2]} can overflow the int32 sums; exact up to K = {p.accumulator_limit}"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
             _quantizer(p, device)
@@ -63,6 +61,8 @@ def _hopper_declines(p: Problem, device: torch.device) -> str | None:
         return "multiplies scales in f32; f64 goes through the portable kernel"
     if p.quantized is not ElementKind.S8 or p.weight is not ElementKind.S8:
         return f"takes s8 activations and weights, got {p.quantized.value} and {p.weight.value}"
+    if k > p.accumulator_limit:
+        return f"sums in int32, exact up to K = {p.accumulator_limit}; K = {k} goes through the portable kernel"
     if not (m and n and k) or k % 16 or n * p.element.dtype.itemsize % 16:
         return f"the copy engine needs rows of a multiple of 16 bytes, got K = {k} and N = {n} of {p.element.value}"
     return None
@@ -156,15 +156,14 @@ def _compose(p: Problem, device: torch.device, gemm: Gemm, scratch: _Scratch, fu
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
 
         def smoothquant(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-            x, scale, zero_point, weight, weight_scale, bias, weight_sum, output = cast("tuple[Tensor, ...]", operands)
-            gemm(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
+            gemm(*cast("tuple[Any, ...]", operands), workspace)
 
         return smoothquant
 
     quantize = _quantizer(p, device).bind(activation_problem(p), device)
 
     def quantized(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        x, weight, weight_scale, bias, weight_sum, q, scale, output = cast("tuple[Tensor, ...]", operands)
+        x, *weights, q, scale, output = cast("tuple[Tensor, ...]", operands)
         if fused is not None and q is None:
             fused(operands, workspace)
             return
@@ -173,7 +172,7 @@ def _compose(p: Problem, device: torch.device, gemm: Gemm, scratch: _Scratch, fu
         scale = rooms["scale"] if scale is None else scale
         zero_point = rooms.get("zero_point")
         quantize((x, scale, zero_point, q), rooms.get("quantizer"))
-        gemm(q, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace)
+        gemm(q, scale, zero_point, *weights, output, workspace)
 
     return quantized
 
@@ -197,6 +196,8 @@ def _portable_gemm(p: Problem, device: torch.device) -> Gemm:
         "F64": p.element is ElementKind.F64,
         "Q_MIN": p.quantized.q_min,
         "Q_MAX": p.quantized.q_max,
+        "ACTIVATION": p.activation.value,
+        "CHUNK": _chunk(p.accumulator_limit, p, config.k),
         "BM": config.m,
         "BN": config.n,
         "BK": config.k,
@@ -205,14 +206,23 @@ def _portable_gemm(p: Problem, device: torch.device) -> Gemm:
     options: dict[str, object] = {"num_warps": config.warps, "num_stages": config.stages}
     plain = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, options, device)
     # A zero point that comes with a symmetric problem (a tensor: its value is not known here) still counts.
-    off_centre = Step(matmul, programs, {"M": m, "N": n, "K": k}, {**constants, "CENTRED": True}, options, device)
+    centred = replace(p, mode=DynamicRangeMode.ASYMMETRIC)
+    constants = {**constants, "CENTRED": True, "CHUNK": _chunk(centred.accumulator_limit, p, config.k)}
+    off_centre = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, options, device)
 
-    def gemm(x, scale, zero_point, weight, weight_scale, bias, weight_sum, output, workspace) -> None:
+    def gemm(x, scale, zero_point, weight, weight_scale, bias, weight_sum, residual, output, workspace) -> None:
         zero_point = None if isinstance(zero_point, int) and zero_point == 0 else zero_point
         step = plain if zero_point is None else off_centre
-        step(x, weight, output, bits(scale), bits(weight_scale), bias, zero_point, weight_sum)
+        step(x, weight, output, bits(scale), bits(weight_scale), bias, zero_point, weight_sum, residual)
 
     return gemm
+
+
+def _chunk(limit: int, p: Problem, step: int) -> int:
+    """How much of the stored weight is summed in int32 at a time: whole steps, as many as stay exact; 0: all of it."""
+    if p.shape[2] <= limit:
+        return 0
+    return (limit // 2 if p.weight.is_packed else limit) // step * step
 
 
 def _bind_hopper(p: Problem, device: torch.device) -> Launch:
@@ -241,13 +251,8 @@ def _fuses(p: Problem) -> bool:
 # -- what plans see ----------------------------------------------------------------------------------------------
 
 
-def _formula(p: Problem) -> str:
-    centred = " - zero_point * weight_sum" if p.mode is DynamicRangeMode.ASYMMETRIC else ""
-    return f"((acc{centred}) * scale_a) * scale_w + bias" if centred else "(acc * scale_a) * scale_w + bias"
-
-
 def _describe_portable(p: Problem, device: torch.device) -> str:
-    return f"{_formula(p)}; {tune.portable(*p.shape)}"
+    return f"{epilogue_formula(p)}; {tune.portable(*p.shape)}"
 
 
 def _describe_hopper(p: Problem, device: torch.device) -> str:
@@ -258,7 +263,7 @@ def _describe_hopper(p: Problem, device: torch.device) -> str:
         schedule = str(tune.skinny(m, n, k, _processors(device)))
     else:
         schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device)))
-    return f"{_formula(p)}; {schedule}"
+    return f"{epilogue_formula(p)}; {schedule}"
 
 
 def _arch(device: torch.device) -> str:
