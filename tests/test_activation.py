@@ -16,7 +16,7 @@ from cases import BITS
 
 #: The errors docs/numerics.md promises, in units of the last place of the exact result.
 BOUNDS = {
-    (Activation.GELU, torch.float32): 8,
+    (Activation.GELU, torch.float32): 10,
     (Activation.SILU, torch.float32): 4,
     (Activation.GELU, torch.float64): 12,
     (Activation.SILU, torch.float64): 4,
@@ -56,7 +56,8 @@ def test_the_error_is_what_the_contract_promises(kind: Activation, dtype: torch.
         for value, got in zip(x.tolist(), activated(x, kind).tolist(), strict=True):
             wanted = exact(kind, value)
             error = abs(mpmath.mpf(got) - wanted) / last_place(wanted, dtype)
-            assert error <= BOUNDS[kind, dtype], (value, got, float(error))
+            bound = 4 if kind is Activation.GELU and value > 0 else BOUNDS[kind, dtype]
+            assert error <= bound, (value, got, float(error))
 
 
 def through_a_linear(values: Tensor, kind: Activation, backend: BackendKind | None) -> Tensor:
@@ -114,8 +115,13 @@ def test_every_bf16_comes_within_one_last_place_of_the_exact_activation(kind: Ac
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SMOOTH)
 def test_the_compiled_kernels_have_the_bits_of_the_reference_for_every_f32(kind: Activation) -> None:
+    """And the promised error, against the same recipe in f64."""
     for start in range(-(2**31), 2**31, 2**24):
         x = torch.arange(start, start + 2**24, dtype=torch.int64).to(torch.int32).view(torch.float32)
         got = through_a_linear(x, kind, None)
         wanted = through_a_linear(x, kind, BackendKind.REFERENCE)
         assert torch.equal(got.view(torch.int32), wanted.view(torch.int32)), start
+        exact = through_a_linear(x.double(), kind, None)
+        place = torch.ldexp(torch.ones_like(exact), torch.frexp(exact)[1].clamp(min=-125) - 24)
+        error = torch.where(exact.abs() < torch.finfo(torch.float32).max, (got.double() - exact).abs() / place, 0.0)
+        assert (error <= torch.where(exact > 0, 4, BOUNDS[kind, torch.float32])).all(), start
