@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
 
@@ -64,7 +65,8 @@ else:
     from triton.backends.compiler import GPUTarget
 
     from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
-    from baracuda.backends.triton import hopper_launch, linear, linear_tune
+    from baracuda.backends import activation as activation_recipe
+    from baracuda.backends.triton import hopper_launch, linear, linear_kernels, linear_launch, linear_tune
     from baracuda.problem import Problem
 
     HOPPER = GPUTarget("cuda", 90, 32)
@@ -163,3 +165,23 @@ else:
         assert linear._chunk(limit, problem(limit + 1), 128) == limit // 128 * 128
         packed = problem(10**7, ElementKind.S4)
         assert linear._chunk(packed.accumulator_limit, packed, 64) == packed.accumulator_limit // 2 // 64 * 64
+
+    @pytest.mark.parametrize("f64, activation, chunk", [(False, "silu", 0), (True, "gelu", 0), (False, "none", 131008)])
+    def test_the_portable_kernel_rounds_step_by_step_and_keeps_the_digits_of_its_coefficients(
+        f64, activation, chunk
+    ) -> None:
+        element = "*fp64" if f64 else "*fp32"
+        names = ("x_ptr", "w_ptr", "out_ptr", "sa", "sw", "bias", "zp", "sum_ptr", "residual_ptr")
+        kinds = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
+        constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
+        constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
+        forms, sizes = dict(zip(names, kinds, strict=True)), {"M": 16, "N": 4096, "K": 140000}
+        source = linear_launch.triton_source(linear_kernels.matmul, forms, sizes, constants, True)
+        ptx = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False}).asm["ptx"]
+        for word in ("fma.rn.f", "div.full", "ex2.approx", ".ftz"):
+            assert word not in ptx, word
+        assert (f"div.rn.{'f64' if f64 else 'f32'}" in ptx) == (activation != "none")
+        assert ("add.s64" in ptx) or not chunk
+        if activation == "gelu":
+            coefficient = struct.pack(">d", activation_recipe.F64.upper[-3]).hex().upper()
+            assert f"0d{coefficient}" in ptx
