@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from .backends.registry import Value
 from .errors import Unsupported
@@ -146,10 +145,11 @@ class _Dequantize(_Formula):
         return found
 
 
-_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
-    Activation.RELU: functional.relu,
-    Activation.GELU: functional.gelu,
-    Activation.SILU: functional.silu,
+#: dy times the slope of the activation at y.
+_SLOPES: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    Activation.RELU: lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
+    Activation.GELU: torch.ops.aten.gelu_backward,
+    Activation.SILU: torch.ops.aten.silu_backward,
 }
 
 
@@ -177,10 +177,7 @@ class _Linear(_Formula):
             return dy
         inputs = tuple(operands[operand.name] for operand in self.operator.inputs if operand.name != "residual")
         sums = self.operator((*inputs, None), (*key, Activation.NONE))[-1].to(ctx.key[0].math.dtype)
-        with torch.enable_grad():
-            at = sums.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(_ACTIVATIONS[activation](at), at, dy.to(at.dtype))
-        return slope.to(dy.dtype)
+        return _SLOPES[activation](dy.to(sums.dtype), sums).to(dy.dtype)
 
 
 class _Backward(_Formula):
