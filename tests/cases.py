@@ -162,12 +162,13 @@ def _epilogue_cases() -> Iterator[Case]:
         yield Case(problem, data, residual=residual)
 
 
+LINEAR_CASES = list(_linear_cases())
 CASES: list[Case] = [
     *_elementwise_cases(LAYOUTS),
     *_dynamic_cases(LAYOUTS),
     *_elementwise_cases(LARGE_LAYOUTS[:3]),
     *_dynamic_cases(LARGE_LAYOUTS),
-    *_linear_cases(),
+    *LINEAR_CASES,
     *_epilogue_cases(),
 ]
 

@@ -9,7 +9,7 @@ from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, Pla
 from baracuda.backends.triton import linear_tune
 from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem, scale_elements
-from cases import CASES, Case, assert_same_bits, is_linear, operands, run
+from cases import LINEAR_CASES, Case, assert_same_bits, operands, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -82,7 +82,7 @@ def test_an_asymmetric_linear_of_any_shape_has_the_bits_of_the_reference(op, sha
     assert_matches(Case(problem(op, shape, ElementKind.BF16, DynamicRangeMode.ASYMMETRIC)))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if is_linear(case)], ids=str)
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
 def test_every_case_of_the_matrix_has_the_bits_of_the_reference(case) -> None:
     assert_matches(case)
 
