@@ -1,6 +1,6 @@
 """W8A8 linears beside bf16 cuBLAS, cuBLASLt int8 with a compiled epilogue, and row-wise fp8, interleaved in one run.
 
-    python -m bench linear [--quick] [--json FILE] [--plot FILE]     (about four minutes on an H200, --quick one)
+    python -m bench linear [--quick] [--json FILE] [--plot FILE] [--budget SECONDS]
 
 GEMM rows start from quantized activations, whole-linear rows from bf16. Every output of ours is compared with the
 formula before it is timed. Times are medians with cold caches; ratios within the run are what to quote.
@@ -45,8 +45,6 @@ WEIGHTS = {
 }
 TOKENS = (1, 16, 64, 256, 2048, 8192)
 SCALE_A = 0.017
-
-
 #: Epilogues of which each is timed beside the plain one: activation, and whether a residual is added.
 EPILOGUES = {
     "plain": (Activation.NONE, False),
@@ -256,7 +254,3 @@ def main(argv: list[str] | None = None) -> int:
     if options.plot:
         plot(rows, options.plot)
     return 0 if all(row.exact for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
