@@ -1,7 +1,7 @@
 // relu, gelu and silu of a linear's sums, the recipe of backends/activation.py line by line: every multiplication and
 // addition rounded on its own, one division, no function of a library. Included once per instruction set.
 #pragma once
-#include "convert.hpp"
+#include "formulas.hpp"
 
 namespace baracuda {
 namespace {
@@ -75,8 +75,7 @@ struct Exponential {
 
 template <class M>
 ALWAYS_INLINE M limited(M y, M limit) {
-    const M z = y < 0 ? -y : y;
-    return z < limit ? z : limit;
+    return magnitude(y) < limit ? magnitude(y) : limit;
 }
 
 template <class M>
