@@ -1,14 +1,15 @@
-"""Writes README's figures from a committed bench run: `python -m bench cpu --json docs/bench-cpu.json`, then this."""
+"""Writes README's figures from committed bench runs: `python -m bench AREA --json docs/bench-AREA.json`, then this."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-RUN = Path("docs/bench-cpu.json")
-BEGIN, END = "<!-- from docs/bench-cpu.json by python -m bench readme -->", "<!-- end -->"
+from . import linear_table
+
+Run = dict[str, Any]
 #: What a reader compares first; the file has the rest.
 SHOWN = [
     ("quantize", "tensor", "f32"),
@@ -23,11 +24,10 @@ SHOWN = [
 ]
 
 
-def section(run: dict[str, Any]) -> str:
+def cpu_section(run: Run) -> str:
     rows = {(r["op"], r["scope"], r["element"]): r for r in run["rows"] if r["quantized"] == "s8"}
     size = " x ".join(map(str, run["shape"]))
     lines = [
-        BEGIN,
         f"{run['machine']}, {run['isa']}, {run['threads']} threads, torch {run['torch']}, {size} elements to s8, "
         "one run; GB/s counts every byte read and written once, the last columns how many times faster than a peer:",
         "",
@@ -42,15 +42,36 @@ def section(run: dict[str, Any]) -> str:
         cells = f"{row['moved'] / ours / 1e9:.0f} | {row['ratio_to_copy']:.0%} | {ratios}"
         lines.append(f"| {op} | {scope} | {element} | {cells} |")
     linears = ", ".join(f"{x['ratio']:.1f}x at {x['m']} x {x['n']} x {x['k']}" for x in run["linears"])
-    lines += ["", f"`quantized_linear` over `F.linear` in f32: {linears}.", END]
+    lines += ["", f"`quantized_linear` over `F.linear` in f32: {linears}."]
     return "\n".join(lines)
 
 
-def rewritten(readme: str, run: dict[str, Any]) -> str:
-    before, rest = readme.split(BEGIN, 1)
-    return before + section(run) + rest.split(END, 1)[1]
+#: Areas with a section in README; a run that is not committed leaves its section as it is.
+SECTIONS: dict[str, Callable[[Run], str]] = {"cpu": cpu_section, "linear": linear_table.section}
+#: Areas with pages and plots beside their run.
+PAGES: dict[str, Callable[[Run, Path], None]] = {"linear": linear_table.write}
+
+
+def committed(docs: Path) -> dict[str, Run]:
+    """The runs in a folder, by area."""
+    paths = {area: docs / f"bench-{area}.json" for area in SECTIONS}
+    return {area: json.loads(path.read_text()) for area, path in paths.items() if path.exists()}
+
+
+def rewritten(readme: str, runs: dict[str, Run]) -> str:
+    """README with the section of each run, between its two marks, written anew."""
+    for area, run in runs.items():
+        begin, end = f"<!-- from docs/bench-{area}.json by python -m bench readme -->", "<!-- end -->"
+        if begin not in readme:
+            raise ValueError(f"README.md: expected the line {begin}, and {end} behind it, where the figures go")
+        before, rest = readme.split(begin, 1)
+        readme = f"{before}{begin}\n{SECTIONS[area](run)}\n{end}{rest.split(end, 1)[1]}"
+    return readme
 
 
 def main(argv: Sequence[str]) -> None:
-    readme = Path("README.md")
-    readme.write_text(rewritten(readme.read_text(), json.loads(RUN.read_text())))
+    readme, docs = Path("README.md"), Path("docs")
+    runs = committed(docs)
+    readme.write_text(rewritten(readme.read_text(), runs))
+    for area in PAGES.keys() & runs.keys():
+        PAGES[area](runs[area], docs)

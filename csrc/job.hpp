@@ -19,6 +19,8 @@ enum Op : int {
     OP_COUNT
 };
 
+enum Activation : int { NONE, RELU, GELU, SILU, ACTIVATION_COUNT };
+
 enum Element : int { F16, BF16, F32, F64, S8, U8, S4, U4, ELEMENT_COUNT };
 
 ALWAYS_INLINE bool is_float(int element) { return element <= F64; }
@@ -76,10 +78,10 @@ struct Job {
     bool stream = false;      // the output is too large to be worth a place in the cache
 };
 
-// Where the sums of a linear go: out[m, n] = T((f(acc) * scale_a[m]) * scale_w[n] + bias[n]).
+// Where the sums of a linear go: out[m, n] = T(act((f(acc) * scale_a[m]) * scale_w[n] + bias[n]) + residual[m, n]).
 struct Epilogue {
     int64_t m, n, k;
-    int element;
+    int element, activation;
     char* out;
     const void *scale_a, *scale_w, *bias;  // scale_a: m of them, or none and the number
     int scale_a_code, scale_w_code, bias_code;
@@ -88,6 +90,8 @@ struct Epilogue {
     int32_t zero_point_number;
     int32_t shift;              // how far the activations were moved before they were multiplied
     const int32_t* weight_sum;  // read only where shift or a zero point asks for it
+    const char* residual;       // of the output's element, or none; its rows are `residual_pitch` elements apart
+    int64_t residual_pitch;
 };
 
 struct Dot {

@@ -2,6 +2,7 @@
 // where a matrix library has nothing to gain (a few rows) or could overflow (a very long K). Included once per
 // instruction set.
 #pragma once
+#include "activation.hpp"
 #include "walk.hpp"
 
 namespace baracuda {
@@ -68,6 +69,7 @@ template <class M>
 struct Columns {
     alignas(64) M scale[TILE<M>];
     alignas(64) M bias[TILE<M>];
+    alignas(64) M residual[TILE<M>];
     alignas(64) M y[TILE<M>];
 
     void read(const Epilogue& e, int64_t first, int64_t n) {
@@ -88,6 +90,11 @@ inline void finish_row(const Epilogue& e, int64_t m, int64_t first, int64_t n, c
     IVDEP for (int64_t i = 0; i < n; ++i) y[i] = (M(acc[i]) * scale) * columns.scale[i];
     if (e.bias) {
         IVDEP for (int64_t i = 0; i < n; ++i) y[i] = y[i] + columns.bias[i];
+    }
+    activate(e.activation, y, n);
+    if (e.residual) {
+        widen<M>(e.element, e.residual, m * e.residual_pitch + first, n, columns.residual);
+        IVDEP for (int64_t i = 0; i < n; ++i) y[i] = y[i] + columns.residual[i];
     }
     IVDEP for (int64_t i = 0; i < n; ++i) y[i] = canonical(y[i]);
     narrow<M>(e.element, y, n, e.out + (m * e.n + first) * bytes_of(e.element));

@@ -253,14 +253,15 @@ private:
 
 class Linear {
     int64_t m_, n_, k_;
-    int element_, quantized_, weight_;
+    int element_, quantized_, weight_, activation_;
 
 public:
-    Linear(int64_t m, int64_t n, int64_t k, int element, int quantized, int weight)
-        : m_(m), n_(n), k_(k), element_(element), quantized_(quantized), weight_(weight) {
+    Linear(int64_t m, int64_t n, int64_t k, int element, int quantized, int weight, int activation)
+        : m_(m), n_(n), k_(k), element_(element), quantized_(quantized), weight_(weight), activation_(activation) {
         require(element >= F16 && element <= F64, "a float element code");
         require(quantized == S8 || quantized == U8, "s8 or u8 activations");
         require(weight == S8 || weight == S4, "an s8 or s4 weight");
+        require(activation >= NONE && activation < ACTIVATION_COUNT, "an activation code");
         product(product(m, n), 8), product(product(m, k), 8), product(product(n, k), 8);
     }
 
@@ -327,11 +328,12 @@ private:
         return dot;
     }
 
-    // (scale_a address, code, number, zero point address, number, scale_w address, code, number, bias address, code)
+    // (scale_a address, code, number, zero point address, number, scale_w address, code, number, bias address, code,
+    // residual address, pitch)
     Epilogue scaled(const nb::tuple& s, uint64_t weight_sum, int shift, uint64_t out) const {
-        require(s.size() == 10, "ten numbers that describe the scales");
+        require(s.size() == 12, "twelve numbers that describe the scales");
         Epilogue e{};
-        e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.shift = shift;
+        e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.activation = activation_, e.shift = shift;
         e.out = checked(out, m_ * n_, "output");
         e.scale_a = reinterpret_cast<const void*>(nb::cast<uint64_t>(s[0]));
         e.scale_a_code = code(nb::cast<int>(s[1]));
@@ -343,6 +345,10 @@ private:
         e.scale_w_number = nb::cast<double>(s[7]);
         e.bias = reinterpret_cast<const void*>(nb::cast<uint64_t>(s[8]));
         e.bias_code = code(nb::cast<int>(s[9]));
+        e.residual = reinterpret_cast<const char*>(nb::cast<uint64_t>(s[10]));
+        const int64_t pitch = nb::cast<int64_t>(s[11]);
+        require(pitch >= DENSE, "a row pitch that is not negative, or -1 for dense rows");
+        e.residual_pitch = pitch == DENSE ? n_ : pitch;
         require(shift == 0 || shift == 128, "a shift of 0 or 128");
         require(std::abs(e.zero_point_number) <= 255, "a zero point inside the activations' range");
         e.weight_sum = reinterpret_cast<const int32_t*>(weight_sum);
@@ -377,7 +383,7 @@ NB_MODULE(_cpu, m) {
         .def("run", &Plan::run)
         .def("run_dynamic", &Plan::run_dynamic);
     nb::class_<Linear>(m, "Linear")
-        .def(nb::init<int64_t, int64_t, int64_t, int, int, int>())
+        .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int>())
         .def("weight_sums", &Linear::weight_sums)
         .def("unpack", &Linear::unpack)
         .def("shift", &Linear::shift)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baracuda import (
+    Activation,
     Arithmetic,
     BackendKind,
     DynamicRangeMode,
@@ -82,13 +83,15 @@ class Case:
     scale: str = "tensor"
     zero_point: str = "tensor"
     row_strided: bool = False
+    residual: bool = False
 
     def __str__(self) -> str:
         p = self.problem
         size = "x".join(map(str, p.shape)) or "scalar"
         parts = [p.op.value, size, p.scope.name, p.element.value, p.quantized.value, f"{p.q_min}..{p.q_max}"]
         parts += [p.mode.value, p.arithmetic.value, p.scale_element.value, self.data, self.scale, self.zero_point]
-        return "-".join([*parts, *["zero"] * p.include_zero, *["rows"] * self.row_strided])
+        parts += ["zero"] * p.include_zero + ["rows"] * self.row_strided
+        return "-".join([*parts, *([p.activation.value] if is_linear(self) else []), *["residual"] * self.residual])
 
 
 def _elementwise_cases(layouts: list[tuple[tuple[int, ...], Scope]]) -> Iterator[Case]:
@@ -134,17 +137,39 @@ def _linear_cases() -> Iterator[Case]:
         DynamicRangeMode,
     ):
         low = -127 if kind is ElementKind.S8 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
+        stored, activation = scale_elements(element)[0], pick([Activation.NONE, *Activation])
+        problem = Problem(
+            op, shape, element, kind, low, kind.q_max,
+            mode=mode, scale_element=stored, weight=weight, activation=activation,
+        )  # fmt: skip
+        data, scale = pick(["ordinary", "ordinary", "poison", "edges"]), pick(["tensor", "number", "input_type"])
+        strides = pick([False, False, True]) and op is QuantizeKind.QUANTIZED_LINEAR
+        yield Case(problem, data, scale, row_strided=strides, residual=pick([False, True]))
+
+
+def _epilogue_cases() -> Iterator[Case]:
+    """Every activation with and without a residual: ones, a prime each, nothing to sum, more than a tile of columns."""
+    for op, shape, element, activation, residual, data in itertools.product(
+        (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR),
+        [(1, 1, 1), (7, 13, 0), (3, 131, 67)],
+        FLOATS,
+        Activation,
+        (False, True),
+        ("ordinary", "edges"),
+    ):
         stored = scale_elements(element)[0]
-        problem = Problem(op, shape, element, kind, low, kind.q_max, mode=mode, scale_element=stored, weight=weight)
-        yield Case(problem, pick(["ordinary", "ordinary", "poison", "edges"]), pick(["tensor", "number", "input_type"]))
+        problem = Problem(op, shape, element, ElementKind.S8, -127, 127, scale_element=stored, activation=activation)
+        yield Case(problem, data, residual=residual)
 
 
+LINEAR_CASES = list(_linear_cases())
 CASES: list[Case] = [
     *_elementwise_cases(LAYOUTS),
     *_dynamic_cases(LAYOUTS),
     *_elementwise_cases(LARGE_LAYOUTS[:3]),
     *_dynamic_cases(LARGE_LAYOUTS),
-    *_linear_cases(),
+    *LINEAR_CASES,
+    *_epilogue_cases(),
 ]
 
 
@@ -211,8 +236,12 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
         return scale.to(kind.dtype)
     if name in ("zero_point", "act_zero_point"):
         return _zero_point(case, name, shape, generator)
+    if name == "residual" and not case.residual:
+        return None
     if name in ("bias", "weight_sum"):
-        return floats("ordinary", shape, kinds[0], seed) if name == "bias" and seed % 3 else None
+        # Where there is nothing to sum, the bias is all that an activation gets to see.
+        data = "edges" if p.shape[2] == 0 else "ordinary"
+        return floats(data, shape, kinds[0], seed) if name == "bias" and seed % 3 else None
     if kinds[0].is_float:
         x = floats(case.data, shape, kinds[0], seed)
         return strided(x) if case.row_strided else x

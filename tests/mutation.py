@@ -21,6 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REFERENCE = "backends/reference.py"
+ACTIVATION = "backends/activation.py"
 PACKING = "packing.py"
 WORKERS = 2
 #: pytest over the copy, and over nothing else: an editable install redirects imports before the path is asked.
@@ -34,8 +35,8 @@ assert baracuda.__file__.startswith(directory), baracuda.__file__
 sys.exit(pytest.main(sys.argv[2:]))
 """
 
-NUMPY, ONNX, TORCH, EXHAUSTIVE, CORNERS = (
-    f"tests/test_{name}.py" for name in ("numpy_oracle", "onnx", "torch_oracle", "exhaustive", "corners")
+NUMPY, ONNX, TORCH, EXHAUSTIVE, CORNERS, RECIPE = (
+    f"tests/test_{name}.py" for name in ("numpy_oracle", "onnx", "torch_oracle", "exhaustive", "corners", "activation")
 )
 
 
@@ -112,6 +113,17 @@ MUTANTS = [
         (ONNX,),
     ),
     Mutant("scales multiplied first", EPILOGUE, "acc.to(math) * (scale_a.to(math) * scale_w.to(math))", (ONNX, NUMPY)),
+    Mutant(
+        "activation after the residual",
+        "        y = y + cast(Tensor, residual).to(see.math)\n",
+        "        y = activated(y + cast(Tensor, residual).to(see.math), see.p.activation)\n",
+        (NUMPY,),
+    ),
+    Mutant(
+        "relu that drops NaN", "torch.where(y < 0, 0.0, y)", "torch.where(y > 0, y, 0.0)", (RECIPE, NUMPY), ACTIVATION
+    ),
+    Mutant("the square of gelu rounded", "& terms.head)", "& -1)", (RECIPE, NUMPY), ACTIVATION),
+    Mutant("2**n in one step", "half = exponent >> 1", "half = exponent * 0", (RECIPE, NUMPY), ACTIVATION),
     Mutant(
         "zero point of a linear ignored", "(act_q.to(torch.int32) - zero_point)", "(act_q.to(torch.int32))", (ONNX,)
     ),

@@ -1,7 +1,7 @@
 """The numerical contract a second time, in NumPy and plain indexing: what the reference can be wrong against.
 
-Nothing here imports baracuda's arithmetic, views or packing. Scopes are slices, 16-bit floats are bit patterns, integer
-sums are int64. Every float result carries the canonical NaN.
+Nothing here imports baracuda's arithmetic, views or packing, but for the coefficients of the activations. Scopes are
+slices, 16-bit floats are bit patterns, integer sums are int64. Every float result carries the canonical NaN.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from baracuda import (
+    Activation,
     Arithmetic,
     DynamicRangeMode,
     ElementKind,
@@ -25,6 +26,7 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
+from baracuda.backends.activation import F32, F64
 from baracuda.problem import Problem
 
 Array = np.ndarray[Any, Any]
@@ -261,6 +263,38 @@ def dynamic(x: Array, p: Problem) -> tuple[Array, Array, Array]:
     return scale, zero_point, q
 
 
+def activated(y: Array, kind: Activation) -> Array:
+    """docs/numerics.md's recipe, sign and size apart; ldexp rounds once where the recipe's powers round once."""
+    if kind is Activation.NONE:
+        return y
+    if kind is Activation.RELU:
+        return np.where(y < 0, y.dtype.type(0), y)
+    terms = F64 if y.dtype == np.float64 else F32
+    math, limit = y.dtype.type, terms.gelu_limit if kind is Activation.GELU else terms.silu_limit
+    z = np.fmin(np.abs(y), math(limit))
+
+    def horner(coefficients: tuple[float, ...], x: Array) -> Array:
+        total = np.full_like(x, coefficients[0])
+        for coefficient in coefficients[1:]:
+            total = total * x + math(coefficient)
+        return total
+
+    def exponential(a: Array, rest: Array) -> tuple[Array, Array]:
+        n = np.rint(a * math(terms.log2e))
+        r = ((a - n * math(terms.ln2_high)) - n * math(terms.ln2_low)) - rest
+        return ((r * r) * horner(terms.exponential, r) + r) + math(1), n.astype(np.int32)
+
+    if kind is Activation.SILU:
+        e, n = exponential(-z, np.zeros_like(z))
+        quotient = np.where(y < 0, -(z * e), y) / (np.ldexp(e, n) + math(1))
+        return np.where(y < 0, np.ldexp(quotient, n), quotient)
+    unit = np.ldexp(math(1), np.frexp(z)[1] - (12 if y.dtype == np.float32 else 26))
+    head = np.where(z > 2.0**-60, np.floor(z / unit) * unit, math(0))
+    e, n = exponential((head * head) * math(-0.5), ((z - head) * (z + head)) * math(0.5))
+    tail = np.ldexp(((z * e) * horner(terms.upper, z)) / horner(terms.lower, z), n)
+    return np.where(y < 0, -tail, y - tail)
+
+
 def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     math = math_type(p)
     _, n, k = p.shape
@@ -284,4 +318,7 @@ def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     y = acc.astype(math) * scale * weight_scale
     if operands["bias"] is not None:
         y = y + decode(operands["bias"]).astype(math)
+    y = activated(y, p.activation)
+    if operands["residual"] is not None:
+        y = y + decode(operands["residual"]).astype(math)
     return results | {"output": encode(y, p.element)}

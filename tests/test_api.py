@@ -36,6 +36,7 @@ PLANS = [
     "SmoothQuantLinearPlan",
 ]
 PUBLIC = [
+    "Activation",
     "Arithmetic",
     "BackendKind",
     "BackwardArgs",
@@ -121,7 +122,7 @@ LAYERS = [
     ["types"],
     ["scope"],
     ["problem", "arrays"],
-    ["packing"],
+    ["packing", "backends.activation"],
     ["backends.registry"],
     ["checks"],
     ["backends.reference", "backends.cpu", "backends.triton"],

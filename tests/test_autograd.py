@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import baracuda
-from baracuda import Arithmetic, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind, Scope
+from baracuda import Activation, Arithmetic, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind, Scope
 from baracuda.autograd import dequantize, quantize, segment_sums
 from baracuda.types import FLOATS, ElementKind
 
@@ -171,6 +172,20 @@ def test_the_gradient_of_a_linear_is_that_of_its_dequantized_weight() -> None:
     baracuda.quantized_linear(x, weight, scale).backward(dy)
     assert x.grad is not None
     torch.testing.assert_close(x.grad, dy @ (weight * scale[:, None]))
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+def test_gradients_pass_through_the_activation_and_past_it_to_the_residual(activation: Activation) -> None:
+    weight, scale, dy = torch.randint(-127, 128, (5, 8), dtype=torch.int8), torch.rand(5) * 0.02, torch.randn(2, 3, 5)
+    x, bias, residual = leaf(torch.randn(2, 3, 8)), leaf(torch.randn(5)), leaf(torch.randn(2, 3, 5))
+    baracuda.quantized_linear(x, weight, scale, bias, activation=activation, residual=residual).backward(dy)
+    sums = leaf(baracuda.quantized_linear(x.detach(), weight, scale, bias.detach()))
+    function = getattr(functional, activation.value, lambda y: y)
+    function(sums).backward(dy)
+    assert sums.grad is not None
+    assert torch.equal(residual.grad, dy)
+    torch.testing.assert_close(bias.grad, sums.grad.sum(dim=(0, 1)))
+    torch.testing.assert_close(x.grad, sums.grad @ (weight * scale[:, None]))
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=str)

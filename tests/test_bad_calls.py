@@ -220,6 +220,30 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         InvalidProblem,
         r"bias: expected shape \[3\], got \[4\]",
     ),
+    (
+        "residual misses a row",
+        lambda: baracuda.quantized_linear(X, W, WS, residual=torch.ones(3, 3)),
+        InvalidProblem,
+        r"residual: expected the output's shape \[4, 3\], got \[3, 3\]",
+    ),
+    (
+        "residual is wider than the output",
+        lambda: baracuda.quantized_linear(X.bfloat16(), W, WS, residual=torch.ones(4, 3)),
+        InvalidProblem,
+        r"residual: expected a torch.bfloat16 tensor of shape \[4, 3\], got torch.float32",
+    ),
+    (
+        "residual is elsewhere",
+        lambda: baracuda.smoothquant_linear(Q, W, 1.0, WS, residual=torch.ones(4, 3, device="meta")),
+        InvalidProblem,
+        "residual: .*got one on meta",
+    ),
+    (
+        "activation is unknown",
+        lambda: baracuda.quantized_linear(X, W, WS, activation="tanh"),
+        InvalidProblem,
+        "expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
+    ),
     ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
     (
         "act_scale is nan",

@@ -256,12 +256,26 @@ def test_an_output_that_overlaps_another_output_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["QuantizedLinear", "SmoothQuantLinear"])
+def test_a_residual_must_not_be_the_output_and_an_activation_must_be_one(name: str) -> None:
+    row = BY_NAME[name]
+    plan = row.plan.select(row.describe())
+    args = row.args()
+    args.residual = args.output
+    with pytest.raises(InvalidProblem, match="output overlaps residual in memory"):
+        plan.run(args, torch.empty(plan.workspace_size(), dtype=torch.uint8))
+    assert_untouched(row, args)
+    with pytest.raises(InvalidProblem, match=r"activation: expected one of Activation.NONE, .* got 'gelu'"):
+        row.plan.select(row.describe(activation="gelu"))
+
+
+@pytest.mark.parametrize("name", ["QuantizedLinear", "SmoothQuantLinear"])
 def test_a_linear_refuses_scratch_and_sums_that_do_not_fit(name: str) -> None:
     row = BY_NAME[name]
     plan = row.plan.select(row.describe())
     wrong: dict[str, Any] = {
         "weight_sum": torch.zeros(4, dtype=torch.int32),
         "bias": torch.zeros(3, dtype=torch.float64),
+        "residual": torch.zeros(4, 3, dtype=torch.bfloat16),
     }
     if name == "QuantizedLinear":
         wrong |= {"act_q_scratch": torch.zeros(4, 6), "act_scale_scratch": torch.zeros(3)}

@@ -269,7 +269,7 @@ def test_the_sums_of_a_long_linear_are_exact(k: int, mode: DynamicRangeMode, kin
         QuantizeKind.SMOOTHQUANT_LINEAR, (2, 3, k), ElementKind.F64, kind, kind.q_min, kind.q_max, mode=mode,
         scale_element=ElementKind.F64,
     )  # fmt: skip
-    values = (act, 1.0, zero_point, weight, 1.0, None, None, torch.empty(2, 3, dtype=torch.float64))
+    values = (act, 1.0, zero_point, weight, 1.0, None, None, None, torch.empty(2, 3, dtype=torch.float64))
     assert_like_reference(p, values, k, _cpu.isas())
 
 
@@ -290,7 +290,7 @@ def test_the_largest_products_do_not_saturate(shape: tuple[int, int, int]) -> No
         )
         sums = torch.empty(m, n)
         for zero_point in (None, kind.q_min, kind.q_max):
-            values = (act.view(kind.dtype), 1.0, zero_point, weight, 1.0, None, None, sums)
+            values = (act.view(kind.dtype), 1.0, zero_point, weight, 1.0, None, None, None, sums)
             assert_like_reference(p, values, (kind, weight_kind, zero_point), _cpu.isas())
 
 
@@ -301,7 +301,7 @@ def test_a_kept_weight_sum_gives_the_same_linear_as_one_computed_on_the_way() ->
         mode=DynamicRangeMode.ASYMMETRIC,
     )  # fmt: skip
     for weight_sum in (None, weight.sum(1, dtype=torch.int32)):
-        values = (x, weight, 0.02, None, weight_sum, None, None, torch.empty(9, 21))
+        values = (x, weight, 0.02, None, weight_sum, None, None, None, torch.empty(9, 21))
         assert_like_reference(p, values, weight_sum is None, _cpu.isas())
 
 
@@ -312,7 +312,8 @@ def test_scratch_that_the_caller_gives_is_filled() -> None:
         )
         x, weight = torch.randn(5, 48).bfloat16(), torch.randint(-127, 128, (8, 60), dtype=torch.int8)[:, 3:51]
         scratch = torch.empty(5, 48, dtype=kind.dtype), torch.empty(5)
-        values = (x, weight, torch.rand(8), torch.randn(8), None, *scratch, torch.empty(5, 8, dtype=torch.bfloat16))
+        weights = (weight, torch.rand(8), torch.randn(8), None, None)
+        values = (x, *weights, *scratch, torch.empty(5, 8, dtype=torch.bfloat16))
         assert_like_reference(p, values, mode, _cpu.isas())
 
 
@@ -418,17 +419,18 @@ def test_a_native_call_with_a_wrong_address_pitch_number_or_thread_count_is_refu
 
 def test_a_native_linear_with_nonsense_is_refused() -> None:
     for wrong in [
-        (-1, 1, 1, 2, 4, 4),
-        (1, 1, 1, 4, 4, 4),
-        (1, 1, 1, 2, 6, 4),
-        (1, 1, 1, 2, 4, 5),
-        (2**40, 2**40, 1, 2, 4, 4),
+        (-1, 1, 1, 2, 4, 4, 0),
+        (1, 1, 1, 4, 4, 4, 0),
+        (1, 1, 1, 2, 6, 4, 0),
+        (1, 1, 1, 2, 4, 5, 0),
+        (1, 1, 1, 2, 4, 4, 4),
+        (2**40, 2**40, 1, 2, 4, 4, 0),
     ]:
         with pytest.raises((ValueError, TypeError)):
             _cpu.Linear(*wrong)
-    linear = _cpu.Linear(2, 3, 4, 2, 4, 4)
+    linear = _cpu.Linear(2, 3, 4, 2, 4, 4, 0)
     act, weight, out = torch.ones(2, 4, dtype=torch.int8), torch.ones(3, 4, dtype=torch.int8), torch.empty(2, 3)
-    scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2)
+    scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2, 0, -1)
     good = [act.data_ptr(), -1, weight.data_ptr(), -1, scales, out.data_ptr(), 1]
     linear.small(*good)
     assert torch.equal(out, torch.full((2, 3), 4.0))
@@ -439,6 +441,7 @@ def test_a_native_linear_with_nonsense_is_refused() -> None:
         (3, -2),
         (4, scales[:9]),
         (4, (0, 7, *scales[2:])),
+        (4, (*scales[:11], -2)),
         (5, 0),
         (6, 0),
     ]:

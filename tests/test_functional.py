@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import baracuda
-from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda import Activation, PerChannel, PerGroup, PerTensor, PerToken, Scope
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(4, 6, 8, generator=GENERATOR) * 5
@@ -310,6 +310,24 @@ def test_a_linear_keeps_leading_axes_and_comes_close_to_the_float_one(mode: str)
     assert (y - exact).norm() < 0.02 * exact.norm()
     sums = q.sum(1, dtype=torch.int32)
     assert torch.equal(baracuda.quantized_linear(x, q, scale, bias, mode=mode, weight_sum=sums), y)
+
+
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu", "silu"])
+def test_the_activation_comes_after_the_bias_and_the_residual_after_the_activation(activation: str) -> None:
+    weight = torch.randint(-128, 128, (5, 8), generator=GENERATOR).to(torch.int8)
+    x, bias = torch.randn(2, 3, 8, generator=GENERATOR), torch.randn(5, generator=GENERATOR)
+    residual = torch.randn(2, 3, 5, generator=GENERATOR)
+    y = baracuda.quantized_linear(x, weight, 0.01, bias)
+    act = {"none": lambda y: y}.get(activation) or getattr(torch.nn.functional, activation)
+    got = baracuda.quantized_linear(x, weight, 0.01, bias, activation=activation, residual=residual)
+    torch.testing.assert_close(got, act(y) + residual, rtol=1e-5, atol=1e-6)
+    q = baracuda.dynamic_quantize(x[0, :1])
+    given = {"activation": activation, "residual": residual[0, :1]}
+    one = baracuda.smoothquant_linear(q.q, weight, q.scale[0], 0.01, bias, **given)
+    assert torch.equal(one, got[0, :1])
+    out = torch.empty(2, 3, 5)
+    baracuda.quantized_linear(x, weight, 0.01, bias, activation=Activation(activation), residual=residual, out=out)
+    assert torch.equal(out, got)
 
 
 def test_one_weight_scale_serves_every_row() -> None:

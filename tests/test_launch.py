@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fake_cuda import Fake, build
 
-from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
+from baracuda import Activation, DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
 from baracuda.problem import OPS, Problem, needed
 
 pytest.importorskip("triton")
@@ -123,6 +124,8 @@ def test_every_gemm_is_given_the_parameters_it_declares(
     numbers = {"act_scale": 0.5, "act_zero_point": 3 if mode is DynamicRangeMode.ASYMMETRIC else 0} if static else {}
     launch(p, tensors(p, bias=bias))
     launch(p, tensors(p, bias=bias, weight_scale=0.25, **numbers))
+    ends = replace(p, activation=Activation.GELU)
+    launch(ends, tensors(ends, residual=torch.zeros(m, 256, dtype=torch.bfloat16)))
     launched.check()
 
 

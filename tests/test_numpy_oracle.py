@@ -56,7 +56,7 @@ def test_the_scratch_of_a_linear_receives_the_quantized_activations(
     weight_scale = torch.tensor([0.5, 0.01, 3.0], dtype=scale_element.dtype)
     act_q, act_scale = torch.full((m, k), 77, dtype=torch.int8), torch.full((m,), 77, dtype=scale_element.dtype)
     output = torch.full((m, n), 77, dtype=element.dtype)
-    operands = (x, weight, weight_scale, None, None, act_q, act_scale, output)
+    operands = (x, weight, weight_scale, None, None, None, act_q, act_scale, output)
     SelectedPlan(problem, torch.device("cpu"), PlanPreference(prefer_backend=BackendKind.REFERENCE)).launch(operands)
     outputs = {"act_q_scratch": act_q, "act_scale_scratch": act_scale, "output": output}
     assert_matches_numpy(problem, operands, outputs)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import baracuda
 from baracuda import (
+    Activation,
     Arithmetic,
     DynamicRangeMode,
     ElementKind,
@@ -54,6 +55,7 @@ def arguments(
         ElementKind.F32,
         False,
         ElementKind.S8,
+        Activation.GELU if gemm else Activation.NONE,
     )
     problem = Problem(op, shape, *key)
     torch.manual_seed(0)
@@ -107,8 +109,8 @@ def everything(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     scale, _ = baracuda.choose_qparams(z, scope=PerChannel(-1))
     c = baracuda.quantize(z, scale, scope=PerChannel(-1))
     z = z + baracuda.dequantize(c, scale, scope=PerChannel(-1))
-    z = baracuda.quantized_linear(z, weight, weight_scale, mode="asymmetric")
-    return z + baracuda.smoothquant_linear(baracuda.quantize(x, 0.05), weight, 0.05, weight_scale)
+    z = baracuda.quantized_linear(z, weight, weight_scale, mode="asymmetric", activation="silu")
+    return baracuda.smoothquant_linear(baracuda.quantize(x, 0.05), weight, 0.05, weight_scale, residual=z)
 
 
 def weights() -> tuple[Tensor, Tensor]:

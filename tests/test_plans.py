@@ -16,7 +16,17 @@ from plan_table import BY_NAME, LAYOUTS, ROWS, Row, floats
 from torch import Tensor
 
 import baracuda
-from baracuda import BackendKind, ElementKind, MathPrecision, OpCategory, Plan, PlanPreference, QuantizeKind, Scope
+from baracuda import (
+    Activation,
+    BackendKind,
+    ElementKind,
+    MathPrecision,
+    OpCategory,
+    Plan,
+    PlanPreference,
+    QuantizeKind,
+    Scope,
+)
 from baracuda.backends import registry
 from baracuda.backends.registry import Kernel, Value
 from baracuda.problem import OPS, Operand, OpRow, Problem
@@ -283,3 +293,19 @@ def test_when_nothing_fits_every_reason_is_told(halve: Any) -> None:
 
 def test_the_kinds_of_operation_and_the_rows_of_the_table_are_the_same() -> None:
     assert set(OPS) == set(QuantizeKind)
+
+
+@pytest.mark.parametrize("backend", [BackendKind.REFERENCE, BackendKind.CPU])
+def test_the_sku_of_a_linear_names_its_epilogue(backend: BackendKind) -> None:
+    for name, change, wanted in (
+        ("QuantizedLinear", {}, "(acc * scale_a) * scale_w + bias + residual"),
+        ("SmoothQuantLinear", {"activation": Activation.GELU}, "gelu((acc * scale_a) * scale_w + bias) + residual"),
+        (
+            "SmoothQuantLinear",
+            {"activation": Activation.RELU, "act_zero_point": 3},
+            "relu(((acc - zero_point * weight_sum) * scale_a) * scale_w + bias) + residual",
+        ),
+    ):
+        row = BY_NAME[name]
+        plan = row.plan.select(row.describe(**change), PlanPreference(prefer_backend=backend))
+        assert plan.sku().epilogue == wanted

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import struct
 import subprocess
 import sys
 
@@ -16,7 +17,10 @@ INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
 LIMIT = 227 * 1024
 
 if INTERPRETER:
-    from baracuda import BackendKind
+    from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+    from baracuda.backends.triton import linear
+    from baracuda.plan import SelectedPlan
+    from baracuda.problem import Problem
     from cases import CASES, assert_same_bits, is_linear, run
 
     LINEARS = [case for case in CASES if is_linear(case)]
@@ -26,13 +30,43 @@ if INTERPRETER:
     def test_the_portable_linear_has_the_bits_of_the_reference(case) -> None:
         assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
 
+    def long_linear(backend, k, kind, weight, zero_point):
+        """The largest products, all of one sign."""
+        mode = DynamicRangeMode.ASYMMETRIC if zero_point == "number" else DynamicRangeMode.SYMMETRIC
+        far, near = (kind.q_max, kind.q_min) if kind is ElementKind.U8 else (kind.q_min, kind.q_max)
+        p = Problem(
+            QuantizeKind.SMOOTHQUANT_LINEAR, (2, 3, k), ElementKind.F64, kind, kind.q_min, kind.q_max,
+            mode=mode, weight=weight, scale_element=ElementKind.F64,
+        )  # fmt: skip
+        act = torch.full((2, k), far, dtype=kind.dtype)
+        stored = torch.full((3, (k + 1) // 2 if weight.is_packed else k), 0x88 if weight.is_packed else -128)
+        given = {"none": None, "number": near, "tensor": torch.tensor(near, dtype=torch.int32)}[zero_point]
+        plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+        out = torch.full((2, 3), 77.0, dtype=torch.float64)
+        plan.launch((act, 1.0, given, stored.to(weight.dtype), 1.0, None, None, None, out), None)
+        return out
+
+    @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
+    @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8], ids=lambda kind: kind.value)
+    def test_sums_beyond_int32_are_exact(kind, zero_point) -> None:
+        for k in (65_794, 140_001):
+            mine = long_linear(BackendKind.TRITON, k, kind, ElementKind.S8, zero_point)
+            assert torch.equal(mine, long_linear(BackendKind.REFERENCE, k, kind, ElementKind.S8, zero_point))
+
+    @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
+    @pytest.mark.parametrize("weight", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
+    def test_a_sum_cut_into_chunks_is_the_same_sum(weight, zero_point, monkeypatch) -> None:
+        monkeypatch.setattr(linear, "_chunk", lambda limit, p, step: 2 * step)
+        mine = long_linear(BackendKind.TRITON, 1001, ElementKind.U8, weight, zero_point)
+        assert torch.equal(mine, long_linear(BackendKind.REFERENCE, 1001, ElementKind.U8, weight, zero_point))
+
 else:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from baracuda import ElementKind, QuantizeKind
-    from baracuda.backends.triton import hopper_launch, linear_tune
-    from baracuda.backends.triton.linear import KERNELS
+    from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
+    from baracuda.backends import activation as activation_recipe
+    from baracuda.backends.triton import hopper_launch, linear, linear_kernels, linear_launch, linear_tune
     from baracuda.problem import Problem
 
     HOPPER = GPUTarget("cuda", 90, 32)
@@ -51,8 +85,8 @@ else:
         )
         assert done.returncode == 0, done.stdout[-3000:]
 
-    def compile_tile(tile, out=torch.bfloat16, bias=None, zero_point=None):
-        forms, epilogue = hopper_launch.scale_forms(VECTOR, zero_point, VECTOR, bias, 0)
+    def compile_tile(tile, out=torch.bfloat16, bias=None, zero_point=None, activation=Activation.NONE, residual=None):
+        forms, epilogue = hopper_launch.scale_forms(VECTOR, zero_point, VECTOR, bias, 0, residual, activation)
         source = hopper_launch.gemm_source(tile, out, forms, epilogue)
         return triton.compile(
             source, target=HOPPER, options={"enable_fp_fusion": False, **hopper_launch.tile_options(tile)}
@@ -74,6 +108,17 @@ else:
         assert "mul.rn.f32" in ptx
         assert "add.rn.f32" in ptx
 
+    @pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.SILU])
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_activations_and_residuals_of_a_tile_round_step_by_step_and_fit(tile, activation) -> None:
+        compiled = compile_tile(tile, bias=VECTOR, activation=activation, residual=VECTOR.bfloat16())
+        ptx = compiled.asm["ptx"]
+        for word in ("fma.rn.f32", "div.full", "ex2.approx", "tanh", ".ftz"):
+            assert word not in ptx, word
+        assert ("div.rn.f32" in ptx) == (activation is not Activation.RELU)
+        assert "ld.global.b16" not in ptx, "the residual comes in pairs of columns"
+        assert compiled.metadata.shared <= LIMIT
+
     @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("shape", [(256, 4096, 4096), (4096, 4096, 4096), (2048, 4096, 14336)])
     def test_every_output_type_fits_the_shared_memory_of_its_tile(shape, out) -> None:
@@ -81,19 +126,21 @@ else:
         compiled = compile_tile(tile, out, VECTOR, VECTOR.int())
         assert compiled.metadata.shared <= LIMIT
 
+    @pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU])
     @pytest.mark.parametrize("quantize", [False, True])
     @pytest.mark.parametrize("m", [1, 16])
-    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize) -> None:
+    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, activation) -> None:
         choose = linear_tune.fused if quantize else linear_tune.skinny
         config = choose(m, 14336, 4096, 132)
-        forms, epilogue = hopper_launch.scale_forms(VECTOR, None, VECTOR, None, 1)
+        residual = VECTOR.bfloat16() if activation is Activation.GELU else None
+        forms, epilogue = hopper_launch.scale_forms(VECTOR, None, VECTOR, None, 1, residual, activation)
         epilogue = ("given", *epilogue[1:]) if quantize else epilogue
         source = hopper_launch.skinny_source(config, torch.bfloat16, forms, epilogue, 14336, quantize)
         compiled = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, "num_warps": 4})
         ptx = compiled.asm["ptx"]
         assert re.search(r"wgmma\.mma_async\S+\.s32\.s8\.s8", ptx)
         assert "div.full" not in ptx
-        assert ("div.rn.f32" in ptx) == quantize
+        assert ("div.rn.f32" in ptx) == (quantize or activation is Activation.GELU)
         assert (compiled.metadata.shared + 1024) * config.programs <= LIMIT + 1024
 
     @pytest.mark.parametrize("n, k", [(4096, 4096), (6144, 4096), (57344, 8192), (8, 16), (8192, 28672)])
@@ -101,10 +148,40 @@ else:
         config = linear_tune.skinny(16, n, k, 132)
         assert config.split == 1 or -(-k // config.k) // config.split >= 4
 
-    def test_sums_that_could_overflow_are_declined_with_the_limit() -> None:
-        problem = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (1, 1, 140000), ElementKind.F32, ElementKind.S8, -128, 127)
-        device = torch.device("cuda", 0)
-        reasons = [kernel.declines(problem, device) for kernel in KERNELS]
-        assert all(reasons)
-        if torch.cuda.is_available():
-            assert all(str(problem.accumulator_limit) in str(reason) for reason in reasons)
+    LIMITS = [("s8", "symmetric", 131071), ("u8", "symmetric", 65793), ("s8", "asymmetric", 65793)]
+
+    @pytest.mark.parametrize("kind, mode, limit", [*LIMITS, ("u8", "asymmetric", 65793)])
+    def test_sums_are_cut_where_32_bits_would_not_hold_them(kind, mode, limit) -> None:
+        kind, mode = ElementKind.of(kind), DynamicRangeMode(mode)
+
+        def problem(k, weight=ElementKind.S8):
+            op = QuantizeKind.SMOOTHQUANT_LINEAR
+            shape = (1, 1, k)
+            return Problem(op, shape, ElementKind.F32, kind, kind.q_min, kind.q_max, mode=mode, weight=weight)
+
+        p = problem(limit)
+        assert p.accumulator_limit == limit
+        assert linear._chunk(limit, p, 128) == 0
+        assert linear._chunk(limit, problem(limit + 1), 128) == limit // 128 * 128
+        packed = problem(10**7, ElementKind.S4)
+        assert linear._chunk(packed.accumulator_limit, packed, 64) == packed.accumulator_limit // 2 // 64 * 64
+
+    @pytest.mark.parametrize("f64, activation, chunk", [(False, "silu", 0), (True, "gelu", 0), (False, "none", 131008)])
+    def test_the_portable_kernel_rounds_step_by_step_and_keeps_the_digits_of_its_coefficients(
+        f64, activation, chunk
+    ) -> None:
+        element = "*fp64" if f64 else "*fp32"
+        names = ("x_ptr", "w_ptr", "out_ptr", "sa", "sw", "bias", "zp", "sum_ptr", "residual_ptr")
+        kinds = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
+        constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
+        constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
+        forms, sizes = dict(zip(names, kinds, strict=True)), {"M": 16, "N": 4096, "K": 140000}
+        source = linear_launch.triton_source(linear_kernels.matmul, forms, sizes, constants, True)
+        ptx = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False}).asm["ptx"]
+        for word in ("fma.rn.f", "div.full", "ex2.approx", ".ftz"):
+            assert word not in ptx, word
+        assert (f"div.rn.{'f64' if f64 else 'f32'}" in ptx) == (activation != "none")
+        assert ("add.s64" in ptx) or not chunk
+        if activation == "gelu":
+            coefficient = struct.pack(">d", activation_recipe.F64.upper[-3]).hex().upper()
+            assert f"0d{coefficient}" in ptx

@@ -89,6 +89,7 @@ from .plans import (
 )
 from .scope import DynamicRangeScope, PerChannel, PerGroup, PerTensor, PerToken, Scope
 from .types import (
+    Activation,
     Arithmetic,
     BackendKind,
     DynamicRangeMode,
@@ -123,6 +124,7 @@ _LAZY = {
 __version__ = "0.1.0"
 
 __all__ = [
+    "Activation",
     "Arithmetic",
     "BackendKind",
     "BackwardArgs",

@@ -12,8 +12,9 @@ def use_isa(name: str) -> None:
 def has_exact_int8_dot() -> bool:
     """Whether the processor sums 8-bit products in 32 bits at once."""
 
-#: (scale_a address, code, number, zero point address, number, scale_w address, code, number, bias address, code)
-Scales = tuple[int, int, float, int, int, int, int, float, int, int]
+#: (scale_a address, code, number, zero point address, number, scale_w address, code, number, bias address, code,
+#: residual address, pitch)
+Scales = tuple[int, int, float, int, int, int, int, float, int, int, int, int]
 
 class Plan:
     """A problem as integers. A pitch of -1 stands for dense rows, an address of 0 for the number beside it."""
@@ -61,7 +62,9 @@ class Plan:
 class Linear:
     """What surrounds the product of an [m, k] and an [n, k] matrix, and the product itself for few rows."""
 
-    def __init__(self, m: int, n: int, k: int, element: int, quantized: int, weight: int, /) -> None: ...
+    def __init__(
+        self, m: int, n: int, k: int, element: int, quantized: int, weight: int, activation: int, /
+    ) -> None: ...
     def weight_sums(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
     def unpack(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
     def shift(self, act: int, act_pitch: int, out: int, threads: int, /) -> None: ...

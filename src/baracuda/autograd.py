@@ -7,7 +7,7 @@ integer tensors no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from .errors import Unsupported
 from .execute import audience, cached_plan
 from .ops import _LIBRARY, OPERATORS, Key, rounded
 from .scope import PerChannel, PerTensor, Scope, Shape
-from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 _LINEAR_IN_GRAD_OUTPUT = (
     QuantizeKind.QUANTIZE_BACKWARD,
@@ -145,11 +145,21 @@ class _Dequantize(_Formula):
         return found
 
 
+#: dy times the slope of the activation at y.
+_SLOPES: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
+    Activation.RELU: lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
+    Activation.GELU: torch.ops.aten.gelu_backward,
+    Activation.SILU: torch.ops.aten.silu_backward,
+}
+
+
 class _Linear(_Formula):
-    """To x as if the activations had not been rounded, and to the bias."""
+    """To x as if its integers had not been rounded, to the bias and to the residual."""
 
     def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
-        found = {}
+        found = {"residual": dy} if "residual" in wanted else {}
+        if wanted & {"activation", "bias"}:
+            dy = self.before_activation(ctx, operands, dy)
         if "activation" in wanted:
             element, weight_q, kind = ctx.key[0], operands["weight_q"], ctx.key[9]
             key = static_key(element, kind, kind.q_min, kind.q_max, PerChannel(0))
@@ -159,6 +169,15 @@ class _Linear(_Formula):
         if "bias" in wanted:
             found["bias"] = dy.sum(dim=0).to(operands["bias"].dtype)
         return found
+
+    def before_activation(self, ctx: Any, operands: dict[str, Any], dy: Tensor) -> Tensor:
+        """dy times the activation's slope, where the linear is computed once more: nothing but its output was kept."""
+        *key, activation = ctx.key
+        if activation is Activation.NONE:
+            return dy
+        inputs = tuple(operands[operand.name] for operand in self.operator.inputs if operand.name != "residual")
+        sums = self.operator((*inputs, None), (*key, Activation.NONE))[-1].to(ctx.key[0].math.dtype)
+        return _SLOPES[activation](dy.to(sums.dtype), sums).to(dy.dtype)
 
 
 class _Backward(_Formula):
@@ -203,7 +222,7 @@ def static_key(
 ) -> Key:
     """The key of an op whose scale is given."""
     mode, stored, weight = DynamicRangeMode.SYMMETRIC, ElementKind.F32, ElementKind.S8
-    return element, quantized, q_min, q_max, scope, mode, arithmetic, stored, False, weight
+    return element, quantized, q_min, q_max, scope, mode, arithmetic, stored, False, weight, Activation.NONE
 
 
 # -- the differentiable pair -------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor
 from .errors import InvalidProblem
 from .problem import Problem, activation_zero_point_numbers, fake_storage, scale_elements, scale_numbers
 from .scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 Element = ElementKind | torch.dtype | str
 
@@ -203,6 +203,7 @@ class QuantizedLinearDescriptor:
     quantized_element: Element = ElementKind.S8
     scale_element: Element | None = None
     arithmetic: Arithmetic = Arithmetic.DIVIDE
+    activation: Activation = Activation.NONE
 
     def problem(self, op: QuantizeKind) -> Problem:
         element = ElementKind.of(self.activation_element)
@@ -217,6 +218,7 @@ class QuantizedLinearDescriptor:
             arithmetic=self.arithmetic,
             scale_element=stored_scale_element(self.scale_element, element),
             weight=ElementKind.of(self.weight_element),
+            activation=self.activation,
         )
 
 
@@ -232,6 +234,7 @@ class SmoothQuantLinearDescriptor:
     weight_element: Element = ElementKind.S8
     output_element: Element = ElementKind.F32
     act_zero_point: int = 0
+    activation: Activation = Activation.NONE
 
     def problem(self, op: QuantizeKind) -> Problem:
         problem = smoothquant_problem(
@@ -240,6 +243,7 @@ class SmoothQuantLinearDescriptor:
             ElementKind.of(self.activation_element),
             ElementKind.of(self.weight_element),
             symmetric=self.act_zero_point == 0,
+            activation=self.activation,
         )
         scale_numbers(problem).require("act_scale", self.act_scale)
         activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
@@ -251,17 +255,24 @@ def stored_scale_element(requested: Element | None, element: ElementKind) -> Ele
 
 
 def smoothquant_problem(
-    shape: Shape, element: ElementKind, activation: ElementKind, weight: ElementKind, *, symmetric: bool
+    shape: Shape,
+    element: ElementKind,
+    quantized: ElementKind,
+    weight: ElementKind,
+    *,
+    symmetric: bool,
+    activation: Activation = Activation.NONE,
 ) -> Problem:
     return Problem(
         QuantizeKind.SMOOTHQUANT_LINEAR,
         shape,
         element,
-        activation,
-        activation.q_min,
-        activation.q_max,
+        quantized,
+        quantized.q_min,
+        quantized.q_max,
         mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
         weight=weight,
+        activation=activation,
     )
 
 
@@ -301,7 +312,8 @@ class DynamicRangeQuantizeArgs:
 
 @dataclass(slots=True)
 class QuantizedLinearArgs:
-    """`weight_sum`, the int32 row sums of the weight, spares asymmetric runs a pass. Scratch keeps what it names."""
+    """`weight_sum`, the int32 row sums of the weight, spares asymmetric runs a pass. `residual` is added at the end.
+    Scratch keeps what it names."""
 
     activation: Tensor
     weight_q: Tensor
@@ -311,6 +323,7 @@ class QuantizedLinearArgs:
     weight_sum: Tensor | None = None
     act_q_scratch: Tensor | None = None
     act_scale_scratch: Tensor | None = None
+    residual: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -323,6 +336,7 @@ class SmoothQuantLinearArgs:
     output: Tensor
     bias: Tensor | None = None
     weight_sum: Tensor | None = None
+    residual: Tensor | None = None
 
 
 # The names of the original, where one class serves several plans.

@@ -13,7 +13,7 @@ from .backends.registry import Value
 from .plan import SelectedPlan
 from .problem import Problem
 from .scope import PerTensor, Scope, Shape
-from .types import Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 
 @lru_cache(maxsize=4096, typed=True)  # 1.0 and True are unlawful where 1 is lawful
@@ -31,6 +31,7 @@ def cached_plan(
     scale_element: ElementKind = ElementKind.F32,
     include_zero: bool = False,
     weight: ElementKind = ElementKind.S8,
+    activation: Activation = Activation.NONE,
 ) -> SelectedPlan:
     problem = Problem(
         op,
@@ -45,6 +46,7 @@ def cached_plan(
         scale_element,
         include_zero,
         weight,
+        activation,
     )
     return SelectedPlan(problem, device)
 

@@ -20,7 +20,7 @@ from .execute import audience, cached_plan, run
 from .ops import OPERATORS, Key, unpacked_shape
 from .problem import fake_storage
 from .scope import PerTensor, PerToken, Scope, Shape
-from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
 #: A tensor, or anything that speaks DLPack: NumPy, CuPy and JAX arrays.
 Array = Any
@@ -158,18 +158,21 @@ def quantized_linear(
     q_max: int | None = None,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    activation: Activation | str = Activation.NONE,
+    residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """x @ W.T (+ bias) with int8 weights `[N, K]`, x quantized per token to `dtype` on the way in; x's own type out.
+    """act(x @ W.T + bias) + residual, int8 weights `[N, K]`, x quantized per token to `dtype` on the way in.
 
-    `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the weight. Differentiable in
-    x, straight through its rounding, and in the bias.
+    The result has x's own type, as the residual must. `weight_sum`, the int32 row sums of the weight, spares an
+    asymmetric call a pass over the weight. Differentiable in x, straight through its rounding, bias and residual.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     weight = _element_of(weight_q, weight_element)
-    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, None, False, Arithmetic.DIVIDE, weight)
-    inputs = (_matrix(x, shape), *_weights(shape[1], weight_q, weight_scale, bias, weight_sum))
+    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, None, False, Arithmetic.DIVIDE, weight, activation)
+    weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
+    inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape))
     return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, key, inputs, out_shape, out)
 
 
@@ -184,9 +187,11 @@ def smoothquant_linear(
     dtype: Element = ElementKind.F32,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    activation: Activation | str = Activation.NONE,
+    residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(x_q @ W.T) * act_scale * weight_scale (+ bias) as `dtype`: a linear over activations already quantized."""
+    """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized."""
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x_q, weight_q)
     kind, weight = (
@@ -195,12 +200,13 @@ def smoothquant_linear(
     )
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
-    stored = ElementKind.F32
+    element, stored, act = ElementKind.of(dtype), ElementKind.F32, member(Activation, activation)
     key = (
-        ElementKind.of(dtype), kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight
+        element, kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act
     )  # fmt: skip
     qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
-    inputs = (_matrix(x_q, shape), *qparams, *_weights(shape[1], weight_q, weight_scale, bias, weight_sum))
+    weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
+    inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape))
     return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, key, inputs, out_shape, out)
 
 
@@ -283,11 +289,13 @@ def _dynamic_key(
     include_zero: bool,
     arithmetic: Arithmetic | str,
     weight: Element = ElementKind.S8,
+    activation: Activation | str = Activation.NONE,
 ) -> Key:
     element, kind, mode = ElementKind.of(x), ElementKind.of(dtype), member(DynamicRangeMode, mode)
     low, high = dynamic_range(kind, mode, q_min, q_max)
     stored, weight = stored_scale_element(scale_dtype, element), ElementKind.of(weight)
-    return element, kind, low, high, scope, mode, member(Arithmetic, arithmetic), stored, include_zero, weight
+    arithmetic, activation = member(Arithmetic, arithmetic), member(Activation, activation)
+    return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, activation
 
 
 _remembered_key = lru_cache(maxsize=1024, typed=True)(_dynamic_key)
@@ -357,6 +365,15 @@ def _weights(
 
 def _element_of(weight_q: Tensor, element: Element | None) -> Element:
     return weight_q.dtype if element is None else element
+
+
+def _residual(residual: Array | None, expected: Shape, shape: tuple[int, int, int]) -> Tensor | None:
+    if residual is None:
+        return None
+    tensor = as_tensor(residual, "residual")
+    if tensor.shape != expected:
+        raise InvalidProblem(f"residual: expected the output's shape {list(expected)}, got {list(tensor.shape)}")
+    return tensor if tensor.ndim == 2 else tensor.reshape(shape[:2])
 
 
 def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[tuple[int, int, int], Shape]:

@@ -18,22 +18,22 @@ from .errors import InvalidProblem
 from .execute import cached_plan
 from .problem import OPS, Operand, Problem
 from .scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from .types import MAX_ZERO_POINT, Arithmetic, DynamicRangeMode, ElementKind, OpCategory, QuantizeKind
+from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, OpCategory, QuantizeKind
 
 #: The fields of a Problem behind its op and shape: element, quantized, q_min, q_max, scope, and so on.
 Key = tuple[Any, ...]
 
 _FIELDS = (
     "str element, str quantized, int q_min, int q_max, str scope, int axis, int group_size, str mode, "
-    "str arithmetic, str scale_element, bool include_zero, str weight, SymInt? size, float grad_factor"
+    "str arithmetic, str scale_element, bool include_zero, str weight, str epilogue, SymInt? size, float grad_factor"
 )
-_FIELD_COUNT = 14
+_FIELD_COUNT = 15
 _LIBRARY = torch.library.Library("baracuda", "DEF")  # type: ignore[no-untyped-call]
 
 
 def encode(key: Key) -> tuple[Any, ...]:
     """A key in the types of a schema."""
-    element, quantized, q_min, q_max, scope, mode, arithmetic, scale_element, include_zero, weight = key
+    element, quantized, q_min, q_max, scope, mode, arithmetic, scale_element, include_zero, weight, activation = key
     axis = getattr(scope, "axis", 0)
     size = scope.size if isinstance(scope, PerGroup) else 0
     return (
@@ -49,12 +49,14 @@ def encode(key: Key) -> tuple[Any, ...]:
         scale_element.value,
         include_zero,
         weight.value,
+        activation.value,
     )
 
 
 def decode(values: tuple[Any, ...]) -> Key:
     """Undo `encode`."""
-    element, quantized, q_min, q_max, scope, axis, size, mode, arithmetic, scale_element, include_zero, weight = values
+    element, quantized, q_min, q_max, scope, axis, size, *rest = values
+    mode, arithmetic, scale_element, include_zero, weight, activation = rest
     return (
         ElementKind.of(element),
         ElementKind.of(quantized),
@@ -66,6 +68,7 @@ def decode(values: tuple[Any, ...]) -> Key:
         ElementKind.of(scale_element),
         include_zero,
         ElementKind.of(weight),
+        Activation(activation),
     )
 
 

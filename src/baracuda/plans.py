@@ -143,16 +143,16 @@ class DynamicRangeQuantizePlan(Plan[DynamicRangeQuantizeDescriptor, DynamicRange
 
 
 class QuantizedLinearPlan(Plan[QuantizedLinearDescriptor, QuantizedLinearArgs]):
-    """y = x @ W.T with int8 weights, the activations quantized per token on the way in."""
+    """y = act(x @ W.T + bias) + residual with int8 weights, x quantized per token on the way in."""
 
     op = QuantizeKind.QUANTIZED_LINEAR
 
 
 class SmoothQuantLinearPlan(Plan[SmoothQuantLinearDescriptor, SmoothQuantLinearArgs]):
-    """y = (act_scale * weight_scale[n]) * (act_q @ W.T): activations already smoothed and quantized."""
+    """y = act((act_q @ W.T) * act_scale * weight_scale[n] + bias) + residual: x already smoothed and quantized."""
 
     op = QuantizeKind.SMOOTHQUANT_LINEAR
-    _weights_and_output = attrgetter("weight_q", "weight_scale", "bias", "weight_sum", "output")
+    _weights_and_output = attrgetter("weight_q", "weight_scale", "bias", "weight_sum", "residual", "output")
 
     def operands(self, args: SmoothQuantLinearArgs) -> tuple[Value, ...]:
         desc = self.descriptor

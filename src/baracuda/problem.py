@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from numbers import Integral, Real
 from typing import cast
 
@@ -13,6 +14,7 @@ from .types import (
     FLOATS,
     INTEGERS,
     MAX_ZERO_POINT,
+    Activation,
     Arithmetic,
     DynamicRangeMode,
     ElementKind,
@@ -41,6 +43,8 @@ class Problem:
     scale_element: ElementKind = ElementKind.F32
     include_zero: bool = False
     weight: ElementKind = ElementKind.S8
+    #: What a linear does to its sums after the bias.
+    activation: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
         _require_element("the float tensor", self.element, FLOATS)
@@ -56,12 +60,19 @@ class Problem:
         if row.category is OpCategory.GEMM:
             _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4))
             _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8))
+        elif self.activation is not Activation.NONE:
+            raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.activation}")
 
     def _require_choices(self) -> None:
         if not isinstance(self.scope, Scope):
             scopes = "PerTensor(), PerChannel(axis), PerToken() or PerGroup(size)"
             raise InvalidProblem(f"scope: expected {scopes}, got {self.scope!r}")
-        for name, value, kind in (("mode", self.mode, DynamicRangeMode), ("arithmetic", self.arithmetic, Arithmetic)):
+        choices: tuple[tuple[str, object, type[Enum]], ...] = (
+            ("mode", self.mode, DynamicRangeMode),
+            ("arithmetic", self.arithmetic, Arithmetic),
+            ("activation", self.activation, Activation),
+        )
+        for name, value, kind in choices:
             if not isinstance(value, kind):
                 members = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
                 raise InvalidProblem(f"{name}: expected one of {members}, got {value!r}")
@@ -269,6 +280,7 @@ _WEIGHTS = (
     Operand("weight_scale", _static_scale, _n, number=scale_numbers),
     Operand("bias", _static_scale, _n, optional=True),
     Operand("weight_sum", _int32, _n, optional=True),
+    Operand("residual", _float, _m_n, optional=True),
 )
 _LINEAR_OUT = Operand("output", _float, _m_n, output=True)
 
@@ -345,6 +357,13 @@ def needed(p: Problem, operand: Operand) -> bool:
     if operand.name == "zero_point_out":
         return p.mode is DynamicRangeMode.ASYMMETRIC
     return not operand.optional
+
+
+def epilogue_formula(p: Problem) -> str:
+    """What a linear makes of its exact integer sums, for `plan.sku()`; bias and residual where a call gives them."""
+    sums = "(acc - zero_point * weight_sum)" if p.mode is DynamicRangeMode.ASYMMETRIC else "acc"
+    scaled = f"({sums} * scale_a) * scale_w + bias"
+    return f"{scaled if p.activation is Activation.NONE else f'{p.activation.value}({scaled})'} + residual"
 
 
 def activation_problem(p: Problem) -> Problem:

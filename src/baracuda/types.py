@@ -122,6 +122,15 @@ class Arithmetic(_Member):
     RECIPROCAL = "reciprocal"
 
 
+class Activation(_Member):
+    """What a linear does to its sums after the bias. GELU is the exact one, by the normal distribution."""
+
+    NONE = "none"
+    RELU = "relu"
+    GELU = "gelu"
+    SILU = "silu"
+
+
 class DynamicRangeMode(_Member):
     SYMMETRIC = "symmetric"
     ASYMMETRIC = "asymmetric"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+from baracuda.backends.triton import linear_tune
 from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem, scale_elements
-from cases import CASES, Case, assert_same_bits, is_linear, operands, run
+from cases import LINEAR_CASES, Case, assert_same_bits, operands, run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,9 +53,15 @@ FORMS = [
 ]
 
 
-def problem(op: QuantizeKind, shape: tuple[int, int, int], element: ElementKind, mode: DynamicRangeMode) -> Problem:
-    low = -127 if mode is DynamicRangeMode.SYMMETRIC else -128
-    return Problem(op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=scale_elements(element)[0])
+def problem(
+    op: QuantizeKind,
+    shape: tuple[int, int, int],
+    element: ElementKind,
+    mode: DynamicRangeMode,
+    activation: Activation = Activation.NONE,
+) -> Problem:
+    low, stored = -127 if mode is DynamicRangeMode.SYMMETRIC else -128, scale_elements(element)[0]
+    return Problem(op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, activation=activation)
 
 
 def assert_matches(case: Case) -> None:
@@ -75,9 +82,79 @@ def test_an_asymmetric_linear_of_any_shape_has_the_bits_of_the_reference(op, sha
     assert_matches(Case(problem(op, shape, ElementKind.BF16, DynamicRangeMode.ASYMMETRIC)))
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if is_linear(case)], ids=str)
+@pytest.mark.parametrize("case", LINEAR_CASES, ids=str)
 def test_every_case_of_the_matrix_has_the_bits_of_the_reference(case) -> None:
     assert_matches(case)
+
+
+#: One shape for each way out: fused, split, skinny, both tile schedules, portable.
+WAYS_OUT = [(1, 4104, 1024), (2, 1024, 8192), (16, 1024, 8192), (33, 4104, 528), (300, 1032, 272), (600, 512, 8192)]
+WAYS_OUT += [(127, 131, 137)]
+
+
+EPILOGUES = [(Activation.NONE, True), (Activation.RELU, False), (Activation.GELU, True), (Activation.SILU, False)]
+
+
+@pytest.mark.parametrize("activation, residual", EPILOGUES)
+@pytest.mark.parametrize("shape", WAYS_OUT, ids=lambda shape: "x".join(map(str, shape)))
+@pytest.mark.parametrize("op", LINEARS, ids=lambda op: op.value)
+def test_an_epilogue_has_the_bits_of_the_reference(op, shape, activation, residual) -> None:
+    for element, scale, data in FORMS if activation is Activation.GELU else FORMS[:1]:
+        p = problem(op, shape, element, DynamicRangeMode.SYMMETRIC, activation)
+        assert_matches(Case(p, data, scale, residual=residual))
+
+
+@pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.SILU], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("element", [ElementKind.F32, ElementKind.F64], ids=lambda kind: kind.value)
+def test_an_activation_has_the_bits_of_the_reference_over_the_whole_range(element, activation) -> None:
+    """With nothing to sum, the output is the activation of the bias: every 64th f32, or as many random doubles."""
+    n, op = 2**26, QuantizeKind.SMOOTHQUANT_LINEAR
+    p = problem(op, (1, n, 0), element, DynamicRangeMode.SYMMETRIC, activation)
+    if element is ElementKind.F32:
+        bias = (
+            torch.arange(n, device=DEVICE, dtype=torch.int64).mul_(64).sub_(2**31).to(torch.int32).view(torch.float32)
+        )
+    else:
+        bias = torch.randn(n, device=DEVICE, dtype=torch.float64) * torch.tensor([1.0, 30.0], device=DEVICE).repeat(
+            n // 2
+        )
+    results = []
+    for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+        plan = SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=backend))
+        empty, out = (
+            torch.empty(n, 0, dtype=torch.int8, device=DEVICE),
+            torch.empty(1, n, dtype=element.dtype, device=DEVICE),
+        )
+        plan.launch((empty[:1], 1.0, None, empty, 1.0, bias, None, None, out), plan.allocate_workspace())
+        results.append(out.view(torch.int32 if element is ElementKind.F32 else torch.int64))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("m", [3, 130])
+def test_sums_beyond_int32_are_exact(kind, m) -> None:
+    k, n = 140_000, 24
+    p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (m, n, k), ElementKind.F32, kind, kind.q_min, kind.q_max)
+    act = torch.full((m, k), kind.q_max if kind is ElementKind.U8 else kind.q_min, dtype=kind.dtype, device=DEVICE)
+    weight = torch.full((n, k), -128, dtype=torch.int8, device=DEVICE)
+    results = []
+    for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+        plan = SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=backend))
+        out = torch.zeros(m, n, device=DEVICE)
+        plan.launch((act, 1.0, None, weight, 1.0, None, None, None, out), plan.allocate_workspace())
+        results.append(out)
+    assert torch.equal(*results)
+    assert abs(float(results[0][0, 0])) > 2**31
+
+
+@pytest.mark.parametrize("m", [3, 8, 9, 16])
+def test_more_tokens_than_pay_off_can_be_quantized_on_the_way_too(m, monkeypatch) -> None:
+    monkeypatch.setattr(linear_tune, "FUSED_TOKENS", 16)
+    for n, k in ((1032, 1040), (512, 8192)):
+        p = problem(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), ElementKind.BF16, DynamicRangeMode.SYMMETRIC)
+        for data in ("ordinary", "edges"):
+            assert_matches(Case(p, data))
+        assert "on the way" in str(SelectedPlan(p, DEVICE).sku().epilogue)
 
 
 @pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 4096, 4096), (256, 512, 1024)])
@@ -102,12 +179,15 @@ def test_a_linear_can_be_captured_in_a_graph_and_replayed_on_new_data(shape) -> 
 def test_an_output_the_copy_engine_cannot_address_is_written_all_the_same() -> None:
     case = Case(problem(QuantizeKind.SMOOTHQUANT_LINEAR, (300, 256, 512), ElementKind.BF16, DynamicRangeMode.SYMMETRIC))
     plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=BackendKind.TRITON))
-    *inputs, output = operands(case, DEVICE)
+    *inputs, _, output = operands(case, DEVICE)
     shifted = torch.empty(output.numel() + 1, dtype=output.dtype, device=DEVICE)[1:].view_as(output)
+    odd = torch.randn(output.numel() + 1, device=DEVICE).to(output.dtype)[1:].view_as(output)
     room = torch.empty(plan.workspace_size(), dtype=torch.uint8, device=DEVICE)
-    plan.launch((*inputs, output), room)
-    plan.launch((*inputs, shifted), room)
-    assert torch.equal(output, shifted)
+    for residual in (None, odd):
+        aligned = None if residual is None else residual.clone()
+        plan.launch((*inputs, aligned, output), room)
+        plan.launch((*inputs, residual, shifted), room)
+        assert torch.equal(output, shifted)
 
 
 def test_scratch_receives_the_quantized_activations_and_their_scales() -> None:

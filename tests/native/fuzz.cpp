@@ -185,6 +185,10 @@ void linear(const std::vector<const Kernels*>& all) {
     Buffer first(m * n * size), out(m * n * size);
     Epilogue e{};
     e.m = m, e.n = n, e.k = k, e.element = int(element);
+    e.activation = int(upto(ACTIVATION_COUNT - 1));
+    const int64_t pitch = n + upto(3);
+    Buffer residual(m * pitch * size);
+    e.residual = upto(1) ? residual.data.get() : nullptr, e.residual_pitch = pitch;
     e.scale_w = upto(1) ? scale.data.get() : nullptr;
     e.scale_a_code = e.scale_w_code = e.bias_code = F32;
     e.scale_a_number = 0.5, e.scale_w_number = 0.25;

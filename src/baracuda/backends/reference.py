@@ -15,6 +15,7 @@ from torch import Tensor
 from ..packing import pack_int4, unpack_int4
 from ..problem import Problem, activation_problem
 from ..types import MAX_ZERO_POINT, Arithmetic, BackendKind, DynamicRangeMode, QuantizeKind
+from .activation import activated
 from .registry import Kernel, Launch, Value
 
 # -- the formulas ------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def _write_qparams(p: Problem, scale: Tensor, zero_point: Tensor, scale_out: Val
 
 
 def _quantized_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
-    x, weight_q, weight_scale, bias, _, act_q_scratch, act_scale_scratch, output = operands
+    x, weight_q, weight_scale, bias, _, residual, act_q_scratch, act_scale_scratch, output = operands
     activation = activation_problem(see.p)
     rows = _Seen(activation, see.device)
     scale, zero_point = choose_qparams(rows.float(x), activation)
@@ -244,15 +245,15 @@ def _quantized_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
         _write_qparams(activation, scale, zero_point, act_scale_scratch, None)
     m = see.p.shape[0]
     scale, zero_point = scale.view(m, 1), zero_point.view(m, 1)
-    _matmul(see, act_q.view(activation.shape), scale, zero_point, weight_q, weight_scale, bias, output)
+    _matmul(see, act_q.view(activation.shape), scale, zero_point, weight_q, weight_scale, bias, residual, output)
 
 
 def _smoothquant_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
-    act_q, act_scale, act_zero_point, weight_q, weight_scale, bias, _, output = operands
+    act_q, act_scale, act_zero_point, weight_q, weight_scale, bias, _, residual, output = operands
     kind = see.p.quantized
     scale = as_tensor(act_scale, see.math, see.device)
     zero_point = as_tensor(act_zero_point, torch.int32, see.device).clamp(kind.q_min, kind.q_max)
-    _matmul(see, cast(Tensor, act_q), scale, zero_point, weight_q, weight_scale, bias, output)
+    _matmul(see, cast(Tensor, act_q), scale, zero_point, weight_q, weight_scale, bias, residual, output)
 
 
 def _matmul(
@@ -263,6 +264,7 @@ def _matmul(
     weight_q: Value,
     weight_scale: Value,
     bias: Value,
+    residual: Value,
     output: Value,
 ) -> None:
     """The integer sums are exact in f64: below 2**53 for every K that fits in memory, and it runs on every device."""
@@ -272,7 +274,9 @@ def _matmul(
     centred = (act_q.to(torch.int32) - zero_point).to(torch.float64)
     acc = centred @ weight.to(torch.float64).T
     scale_w = as_tensor(weight_scale, see.math, see.device)
-    y = linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math)
+    y = activated(linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math), see.p.activation)
+    if residual is not None:
+        y = y + cast(Tensor, residual).to(see.math)
     cast(Tensor, output).copy_(canonical(y.to(see.p.element.dtype)))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from ..problem import OPS, Problem
+from ..problem import OPS, Problem, epilogue_formula
 from ..types import (
     BackendKind,
     ElementKind,
@@ -54,8 +54,8 @@ def _no_workspace(problem: Problem, device: torch.device) -> int:
     return 0
 
 
-def _no_detail(problem: Problem, device: torch.device) -> str | None:
-    return None
+def _epilogue(problem: Problem, device: torch.device) -> str | None:
+    return epilogue_formula(problem) if OPS[problem.op].category is OpCategory.GEMM else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Kernel:
     guarantee: Callable[[Problem], PrecisionGuarantee] = contract
     #: The instruction set or architecture it runs on, for `plan.sku()`.
     arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
-    epilogue: Callable[[Problem, torch.device], str | None] = _no_detail
+    epilogue: Callable[[Problem, torch.device], str | None] = _epilogue
     strides: Strides = "contiguous"
 
     def sku(self, problem: Problem, device: torch.device) -> KernelSku:

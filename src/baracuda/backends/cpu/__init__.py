@@ -81,7 +81,6 @@ KERNELS = (
         bind=_bind_linear,
         workspace=_linear_workspace,
         arch=_arch,
-        epilogue=lambda problem, device: "scale_bias",
         strides="rows",
     ),
 )

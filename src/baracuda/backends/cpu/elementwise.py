@@ -10,11 +10,12 @@ from torch import Tensor
 from ... import _cpu
 from ...checks import row_stride
 from ...problem import OPS, Problem
-from ...types import FLOATS, INTEGERS, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from ...types import FLOATS, INTEGERS, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Launch, Value
 
 #: The codes of the compiled side, in its order.
 ELEMENTS: dict[ElementKind, int] = {kind: code for code, kind in enumerate((*FLOATS, *INTEGERS))}
+ACTIVATIONS: dict[Activation, int] = {kind: code for code, kind in enumerate(Activation)}
 DTYPES: dict[torch.dtype, int] = {kind.dtype: code for kind, code in ELEMENTS.items() if kind.is_float}
 _F32 = ELEMENTS[ElementKind.F32]
 _OPS = {

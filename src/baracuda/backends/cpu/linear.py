@@ -12,7 +12,7 @@ from ... import _cpu
 from ...problem import Problem, activation_problem
 from ...types import DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Value
-from .elementwise import DENSE, DTYPES, ELEMENTS, native_plan, pitch, threads_for
+from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, native_plan, pitch, threads_for
 
 #: K up to which |a| <= 128 times |w| <= 128 cannot leave 32 bits, whatever the data.
 _LIBRARY_LIMIT = (2**31 - 1) // 2**14
@@ -59,7 +59,9 @@ class Bound:
     def __init__(self, p: Problem) -> None:
         self.p, self.layout = p, Layout(p)
         m, n, k = self.shape = p.shape
-        self.native = _cpu.Linear(m, n, k, ELEMENTS[p.element], ELEMENTS[p.quantized], ELEMENTS[p.weight])
+        self.native = _cpu.Linear(
+            m, n, k, ELEMENTS[p.element], ELEMENTS[p.quantized], ELEMENTS[p.weight], ACTIVATIONS[p.activation]
+        )
         self.quantize = native_plan(activation_problem(p)) if self.layout.dynamic else None
         self.asymmetric = p.mode is DynamicRangeMode.ASYMMETRIC
         self.scale_code = ELEMENTS[p.scale_element]
@@ -71,7 +73,7 @@ class Bound:
             self._static(operands, workspace)
 
     def _dynamic(self, operands: tuple[Value, ...], workspace: Tensor) -> None:
-        x, weight, weight_scale, bias, weight_sum, act_q, act_scale, out = operands
+        x, weight, weight_scale, bias, weight_sum, residual, act_q, act_scale, out = operands
         base, layout = workspace.data_ptr() if workspace is not None else 0, self.layout
         m, _, k = self.shape
         act = base + layout.act_q.start if act_q is None else _address(act_q)
@@ -84,36 +86,34 @@ class Bound:
             stored = _view(workspace, layout.act_q, self.p.quantized.dtype, (m, k)) if act_q is None else act_q
         else:
             stored = None
-        scale_a = (scale, self.scale_code, 1.0, zero_point, 0)
-        self._multiply(
-            act, DENSE, cast("Tensor | None", stored), scale_a, weight, weight_scale, bias, weight_sum, out, workspace
+        scales = cast(
+            "_cpu.Scales", (scale, self.scale_code, 1.0, zero_point, 0, *_others(weight_scale, bias, residual))
         )
+        self._multiply(act, DENSE, cast("Tensor | None", stored), scales, weight, weight_sum, out, workspace)
 
     def _static(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        act_q, act_scale, act_zero_point, weight, weight_scale, bias, weight_sum, out = operands
+        act_q, act_scale, act_zero_point, weight, weight_scale, bias, weight_sum, residual, out = operands
         act = cast(Tensor, act_q)
         kind = self.p.quantized
         zero_point = int(act_zero_point) if act_zero_point is not None else 0
         zero_point = min(max(zero_point, kind.q_min), kind.q_max)
-        scale_a = (0, 2, float(cast(float, act_scale)), 0, zero_point)
-        self._multiply(act.data_ptr(), pitch(act), act, scale_a, weight, weight_scale, bias, weight_sum, out, workspace)
+        scale = (0, 2, float(cast(float, act_scale)), 0, zero_point)
+        scales = cast("_cpu.Scales", (*scale, *_others(weight_scale, bias, residual)))
+        self._multiply(act.data_ptr(), pitch(act), act, scales, weight, weight_sum, out, workspace)
 
     def _multiply(
         self,
         act: int,
         act_pitch: int,
         act_q: Tensor | None,
-        scale_a: tuple[int, int, float, int, int],
+        scales: _cpu.Scales,
         weight: Value,
-        weight_scale: Value,
-        bias: Value,
         weight_sum: Value,
         out: Value,
         workspace: Tensor | None,
     ) -> None:
         native, layout, weight = self.native, self.layout, cast(Tensor, weight)
         m, n, k = self.shape
-        scales = cast("_cpu.Scales", (*scale_a, *_weight_scales(weight_scale, bias)))
         address, weight_pitch = weight.data_ptr(), pitch(weight)
         if not layout.library:
             threads = threads_for(m * n * max(k, 1))
@@ -122,7 +122,7 @@ class Bound:
         workspace = cast(Tensor, workspace)
         base = workspace.data_ptr()
         threads = threads_for(n * k)
-        if weight_sum is None and layout.sums and (self.layout.shifts or self.asymmetric or scale_a[4]):
+        if weight_sum is None and layout.sums and (self.layout.shifts or self.asymmetric or scales[4]):
             native.weight_sums(address, weight_pitch, base + layout.weight_sum.start, threads)
             sums = base + layout.weight_sum.start
         else:
@@ -143,12 +143,14 @@ def _address(value: Value) -> int:
     return cast(Tensor, value).data_ptr()
 
 
-def _weight_scales(weight_scale: Value, bias: Value) -> Iterator[float]:
+def _others(weight_scale: Value, bias: Value, residual: Value) -> Iterator[float]:
+    """What the epilogue reads beside the activations' scales: addresses, codes, numbers, a pitch."""
     if isinstance(weight_scale, Tensor):
         yield from (weight_scale.data_ptr(), DTYPES[weight_scale.dtype], 1.0)
     else:
         yield from (0, 2, float(cast(float, weight_scale)))
     yield from (0, 2) if bias is None else (_address(bias), DTYPES[cast(Tensor, bias).dtype])
+    yield from (0, DENSE) if residual is None else (_address(residual), pitch(cast(Tensor, residual)))
 
 
 def _view(workspace: Tensor, part: slice, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:

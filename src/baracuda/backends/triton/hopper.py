@@ -17,6 +17,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .activation import activated
+
 
 @gluon.jit
 def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr):
@@ -51,7 +53,7 @@ def canonical(y):
 @gluon.jit
 def read_scales(row, column, M, N, scales, EPILOGUE: gl.constexpr):
     """The scales of the rows and columns of an accumulator, in f32: worth reading before its products are done."""
-    sa_ptr, sa, sw_ptr, sw, _, _, _, _ = scales
+    sa_ptr, sa, sw_ptr, sw, _, _, _, _, _ = scales
     AXIS: gl.constexpr = EPILOGUE[4]
     row_scale = sa
     if EPILOGUE[0] == "vector":
@@ -68,11 +70,13 @@ def read_scales(row, column, M, N, scales, EPILOGUE: gl.constexpr):
 
 @gluon.jit
 def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl.constexpr, OUT: gl.constexpr):
-    """((acc * scale_a) * scale_w) + bias, each step rounded. `row` and `column` are those of the accumulator."""
-    _, _, _, _, bias_ptr, zp_ptr, zp, sum_ptr = scales
+    """act(((acc * scale_a) * scale_w) + bias) + residual, each step rounded; `row` and `column` the accumulator's."""
+    _, _, _, _, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr = scales
     BIAS: gl.constexpr = EPILOGUE[2]
     ZERO_POINT: gl.constexpr = EPILOGUE[3]
     AXIS: gl.constexpr = EPILOGUE[4]
+    ACTIVATION: gl.constexpr = EPILOGUE[5]
+    RESIDUAL: gl.constexpr = EPILOGUE[6]
     if ZERO_POINT != "none":
         weight_sum = gl.expand_dims(gl.load(sum_ptr + column, column < N, other=0), AXIS)
         if ZERO_POINT == "vector":
@@ -84,6 +88,11 @@ def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl
     y = (acc.to(gl.float32) * row_scale) * column_scale
     if BIAS:
         y = y + gl.expand_dims(gl.load(bias_ptr + column, column < N, other=0).to(gl.float32), AXIS)
+    y = activated(y, ACTIVATION, False)
+    if RESIDUAL:
+        place = gl.expand_dims(row.to(gl.int64) * N, 1 - AXIS) + gl.expand_dims(column, AXIS)
+        inside = gl.expand_dims(row < M, 1 - AXIS) & gl.expand_dims(column < N, AXIS)
+        y = y + gl.load(residual_ptr + place, inside, other=0).to(gl.float32)
     return canonical(y.to(OUT))
 
 
@@ -213,6 +222,7 @@ def gemm(
     zp_ptr,
     zp,
     sum_ptr,
+    residual_ptr,
     M,
     N,
     K,
@@ -240,7 +250,7 @@ def gemm(
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
-    scales = (sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr)
+    scales = (sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
     sizes = (M, N, tiles_m, tiles_n, steps)
     barriers = (full, empty, turn)
     if SCHEDULE == "joint":

@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ... import _host
 from ...problem import Problem
-from ...types import DynamicRangeMode, QuantizeKind
+from ...types import Activation, DynamicRangeMode, QuantizeKind
 from ..registry import Launch, Value
 from . import linear_tune as tune
 from .hopper import gemm
@@ -27,9 +27,9 @@ from .sources import Either
 _GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8}
 
 #: The arguments of both GEMMs in the order of `Factors`, and the room for the sums of K's parts.
-X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, OUTPUT, ROOM = range(9)
+X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, RESIDUAL, OUTPUT, ROOM = range(10)
 #: Those the copy engine reads and writes, or threads do in vectors.
-VECTORS = (X, WEIGHT, OUTPUT)
+VECTORS = (X, WEIGHT, RESIDUAL, OUTPUT)
 
 
 def descriptor_form(dtype: torch.dtype, block: list[int]) -> str:
@@ -43,9 +43,15 @@ def _shape_of(value: Value, per_token: bool = False) -> str:
 
 
 def scale_forms(
-    scale: Value, zero_point: Value, weight_scale: Value, bias: Value, axis: int
+    scale: Value,
+    zero_point: Value,
+    weight_scale: Value,
+    bias: Value,
+    axis: int,
+    residual: Value = None,
+    activation: Activation = Activation.NONE,
 ) -> tuple[dict[str, str], tuple[object, ...]]:
-    """The forms of the epilogue's arguments, and the constant that tells the kernel which of them to read."""
+    """The forms of the epilogue's arguments, and the constant that tells the kernel what to do with them."""
     forms = {
         "sa_ptr": POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32",
         "sa": "fp32",
@@ -55,9 +61,11 @@ def scale_forms(
         "zp_ptr": "*i32",
         "zp": "i32",
         "sum_ptr": "*i32",
+        "residual_ptr": POINTERS[residual.dtype] if isinstance(residual, Tensor) else "*fp32",
     }
     zero = "none" if zero_point is None else _shape_of(zero_point)
-    return forms, (_shape_of(scale), _shape_of(weight_scale), bias is not None, zero, axis)
+    scales = (_shape_of(scale), _shape_of(weight_scale), bias is not None, zero, axis)
+    return forms, (*scales, activation.value, residual is not None)
 
 
 def epilogue_parameters(kernel: _host.Kernel) -> None:
@@ -69,6 +77,7 @@ def epilogue_parameters(kernel: _host.Kernel) -> None:
     kernel.address(ZERO_POINT)
     kernel.number(ZERO_POINT, "i32")
     kernel.address(WEIGHT_SUM)
+    kernel.address(RESIDUAL)
 
 
 def matrix(kernel: _host.Kernel, argument: int, meta: dict[str, Any], rows: int, columns: int) -> None:
@@ -95,7 +104,10 @@ def gemm_source(
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
     constants = {"STAGES": tile.stages, "GROUP": tile.group, "SCHEDULE": tile.schedule, "EPILOGUE": epilogue}
-    return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants)
+    # The residual is read in pairs of columns.
+    names, divisible = list(signature), {"residual_ptr": ALIGNMENT, "N": ALIGNMENT // out.itemsize}
+    attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()}
+    return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
 
 
 def skinny_source(
@@ -161,8 +173,8 @@ def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable:
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
             return None
-        _, scale, zero_point, _, weight_scale, bias, *_ = arguments
-        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0)
+        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0, residual, p.activation)
         made = compiled(gemm_source(tile, p.element.dtype, forms, epilogue), tile_options(tile))
         kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
         matrix(kernel, X, x, m, k)
@@ -198,15 +210,16 @@ def _streaming(
     room = rooms["parts"] if config.split > 1 else None
     then = None
     if room is not None:
-        constants = {"PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR, "SPLIT": config.split, "BN": 512}
+        per_token, activation = p.op is QuantizeKind.QUANTIZED_LINEAR, p.activation.value
+        constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "SPLIT": config.split, "BN": 512}
         add_up = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, 4, device)
-        then = add_up.bound(room, f.output, f.scale, f.weight_scale, f.bias)
+        then = add_up.bound(room, f.output, f.scale, f.weight_scale, f.bias, f.residual)
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
             return None
-        _, scale, zero_point, _, weight_scale, bias, *_ = arguments
-        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 1)
+        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 1, residual, p.activation)
         if quantize:
             epilogue = ("given", *epilogue[1:])
         source = skinny_source(config, p.element.dtype, forms, epilogue, n, quantize)

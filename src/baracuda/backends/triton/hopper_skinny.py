@@ -90,6 +90,7 @@ def gemm_skinny(
     zp_ptr,
     zp,
     sum_ptr,
+    residual_ptr,
     q_min,
     q_max,
     M,
@@ -165,7 +166,7 @@ def gemm_skinny(
             else:
                 tokens = gl.arange(0, BT, gl.SliceLayout(0, MMA))
                 columns = column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-                scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr)
+                scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
                 by_token, by_column = read_scales(tokens, columns, M, N, scales, EPILOGUE)
                 y = scaled(acc, tokens, columns, M, N, by_token, by_column, scales, EPILOGUE, OUT)
                 gl.store(

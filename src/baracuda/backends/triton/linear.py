@@ -6,6 +6,7 @@ Triton is imported when a problem is bound, not before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...errors import Unsupported
-from ...problem import Problem, activation_problem
+from ...problem import Problem, activation_problem, epilogue_formula
 from ...types import (
     Arithmetic,
     BackendKind,
@@ -38,8 +39,6 @@ def _declines(p: Problem, device: torch.device) -> str | None:
 
     if (reason := no_triton(p, device)) is not None:
         return reason
-    if p.shape[2] > p.accumulator_limit:
-        return f"K = {p.shape[2]} can overflow the int32 sums; exact up to K = {p.accumulator_limit}"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
             choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
@@ -58,6 +57,8 @@ def _hopper_declines(p: Problem, device: torch.device) -> str | None:
         return "multiplies scales in f32; f64 goes through the portable kernel"
     if p.quantized is not ElementKind.S8 or p.weight is not ElementKind.S8:
         return f"takes s8 activations and weights, got {p.quantized.value} and {p.weight.value}"
+    if k > p.accumulator_limit:
+        return f"sums in int32, exact up to K = {p.accumulator_limit}; K = {k} goes through the portable kernel"
     if not (m and n and k) or k % 16 or n * p.element.dtype.itemsize % 16:
         return f"the copy engine needs rows of a multiple of 16 bytes, got K = {k} and N = {n} of {p.element.value}"
     return None
@@ -123,15 +124,16 @@ class Factors(NamedTuple):
     weight_scale: Source
     bias: Source
     weight_sum: Source
+    residual: Source
     output: Source
 
 
 def _factors(p: Problem, rooms: Rooms) -> Factors:
     """The rows of the two linears in the GEMM's order; what the first one leaves to us is in the workspace."""
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
-        return Factors(*range(8))
-    q, scale = Either(5, rooms["q"]), Either(6, rooms["scale"])
-    return Factors(q, scale, rooms.get("zero_point"), 1, 2, 3, 4, 7)
+        return Factors(*range(9))
+    q, scale = Either(6, rooms["q"]), Either(7, rooms["scale"])
+    return Factors(q, scale, rooms.get("zero_point"), 1, 2, 3, 4, 5, 8)
 
 
 def _quantized_first(p: Problem, device: torch.device, rooms: Rooms, gemm: Launch) -> Launch:
@@ -185,6 +187,8 @@ def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
         "F64": p.element is ElementKind.F64,
         "Q_MIN": p.quantized.q_min,
         "Q_MAX": p.quantized.q_max,
+        "ACTIVATION": p.activation.value,
+        "CHUNK": _chunk(p.accumulator_limit, p, config.k),
         "BM": config.m,
         "BN": config.n,
         "BK": config.k,
@@ -193,10 +197,20 @@ def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
 
     def bound(zero_point: Source, constants: dict[str, Any]) -> Launch:
         step = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, config.warps, device, config.stages)
-        return step.bound(f.x, f.weight, f.output, f.scale, f.weight_scale, f.bias, zero_point, f.weight_sum)
+        factors = (f.x, f.weight, f.output, f.scale, f.weight_scale, f.bias)
+        return step.bound(*factors, zero_point, f.weight_sum, f.residual)
 
     # A zero point that comes with a symmetric problem (a tensor: its value is not known here) still counts.
-    return by_zero_point(f.zero_point, bound(None, constants), bound(f.zero_point, {**constants, "CENTRED": True}))
+    limit = replace(p, mode=DynamicRangeMode.ASYMMETRIC).accumulator_limit
+    centred = {**constants, "CENTRED": True, "CHUNK": _chunk(limit, p, config.k)}
+    return by_zero_point(f.zero_point, bound(None, constants), bound(f.zero_point, centred))
+
+
+def _chunk(limit: int, p: Problem, step: int) -> int:
+    """How much of the stored weight is summed in int32 at a time: whole steps, as many as stay exact; 0: all of it."""
+    if p.shape[2] <= limit:
+        return 0
+    return (limit // 2 if p.weight.is_packed else limit) // step * step
 
 
 def _bind_hopper(p: Problem, device: torch.device) -> Launch:
@@ -211,7 +225,7 @@ def _bind_hopper(p: Problem, device: torch.device) -> Launch:
     fused = fused_gemm(p, device, factors, rooms, apart)
 
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        (fused if operands[5] is None else apart)(operands, workspace)  # act_q_scratch is a result where it is given
+        (fused if operands[6] is None else apart)(operands, workspace)  # act_q_scratch is a result where it is given
 
     return launch
 
@@ -231,13 +245,8 @@ def _fuses(p: Problem) -> bool:
 # -- what plans see ----------------------------------------------------------------------------------------------
 
 
-def _formula(p: Problem) -> str:
-    centred = " - zero_point * weight_sum" if p.mode is DynamicRangeMode.ASYMMETRIC else ""
-    return f"((acc{centred}) * scale_a) * scale_w + bias" if centred else "(acc * scale_a) * scale_w + bias"
-
-
 def _describe_portable(p: Problem, device: torch.device) -> str:
-    return f"{_formula(p)}; {tune.portable(*p.shape)}"
+    return f"{epilogue_formula(p)}; {tune.portable(*p.shape)}"
 
 
 def _describe_hopper(p: Problem, device: torch.device) -> str:
@@ -248,7 +257,7 @@ def _describe_hopper(p: Problem, device: torch.device) -> str:
         schedule = str(tune.skinny(m, n, k, _processors(device)))
     else:
         schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device)))
-    return f"{_formula(p)}; {schedule}"
+    return f"{epilogue_formula(p)}; {schedule}"
 
 
 def _arch(device: torch.device) -> str:

@@ -5,12 +5,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import load_scale, loop_bound, narrow
+from .activation import activated
+from .numerics import load_scale, loop_bound, narrow, widen
 
 
 @triton.jit
-def finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, PER_TOKEN: tl.constexpr, F64: tl.constexpr):
-    """((acc * scale_a) * scale_w) + bias, left to right, each step rounded, then stored."""
+def finish(
+    acc,
+    rows,
+    columns,
+    M,
+    N,
+    out_ptr,
+    sa,
+    sw,
+    bias,
+    residual_ptr,
+    PER_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    F64: tl.constexpr,
+):
+    """act(((acc * scale_a) * scale_w) + bias) + residual, left to right, each step rounded, then stored."""
     y = acc.to(tl.float64 if F64 else tl.float32)
     if PER_TOKEN:
         y = y * load_scale(sa, rows, rows < M, F64)[:, None]
@@ -22,8 +37,11 @@ def finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, PER_TOKEN: tl.conste
         y = y * load_scale(sw, 0, None, F64)
     if bias is not None:
         y = y + load_scale(bias, columns, columns < N, F64)[None, :]
+    y = activated(y, ACTIVATION, F64)
     place = rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
+    if residual_ptr is not None:
+        y = y + widen(tl.load(residual_ptr + place, mask=mask, other=0), F64)
     tl.store(out_ptr + place, narrow(y, out_ptr.dtype.element_ty, True), mask=mask)
 
 
@@ -40,7 +58,7 @@ def centred(
         zero = tl.load(zp + rows, mask=rows < M, other=0)
     else:
         zero = tl.full((1,), 0, tl.int32) + tl.minimum(tl.maximum(tl.load(zp), Q_MIN), Q_MAX)
-    return acc - (zero - SHIFT)[:, None] * sums[None, :]
+    return acc - (zero - SHIFT).to(acc.dtype)[:, None] * sums[None, :]
 
 
 @triton.jit
@@ -65,6 +83,38 @@ def load_activation(x_ptr, rows, at, M, K, SHIFT: tl.constexpr):
 
 
 @triton.jit
+def dot(
+    x_ptr,
+    w_ptr,
+    rows,
+    columns,
+    first,
+    last,
+    M,
+    N,
+    K,
+    SHIFT: tl.constexpr,
+    PACKED: tl.constexpr,
+    SUMS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """The int32 sums over the stored weight from first to last, and with SUMS those of the weight alone."""
+    acc = tl.zeros((BM, BN), tl.int32)
+    sums = tl.zeros((BN,), tl.int32)
+    for start in range(first, loop_bound(last), BK):
+        k = start + tl.arange(0, BK)
+        for odd in tl.static_range(2 if PACKED else 1):
+            w = load_weight(w_ptr, columns, k, N, K, odd, PACKED)
+            x = load_activation(x_ptr, rows, 2 * k + odd if PACKED else k, M, K, SHIFT)
+            acc = tl.dot(x, w, acc, out_dtype=tl.int32)
+            if SUMS:
+                sums += tl.sum(w.to(tl.int32), 0)
+    return acc, sums
+
+
+@triton.jit
 def matmul(
     x_ptr,
     w_ptr,
@@ -74,6 +124,7 @@ def matmul(
     bias,
     zp,
     sum_ptr,
+    residual_ptr,
     M,
     N,
     K,
@@ -84,10 +135,13 @@ def matmul(
     F64: tl.constexpr,
     Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    CHUNK: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
+    """A K longer than int32 sums are exact for is cut into CHUNKs of the stored weight, added in int64 (0: not cut)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -96,26 +150,40 @@ def matmul(
     inside = pid % (8 * tiles_n)
     rows = (first + inside % height) * BM + tl.arange(0, BM)
     columns = inside // height * BN + tl.arange(0, BN)
-    acc = tl.zeros((BM, BN), tl.int32)
-    sums = tl.zeros((BN,), tl.int32)
+    SUMS: tl.constexpr = CENTRED and sum_ptr is None
     stored = (K + 1) // 2 if PACKED else K
-    for start in range(0, loop_bound(stored), BK):
-        k = start + tl.arange(0, BK)
-        for odd in tl.static_range(2 if PACKED else 1):
-            w = load_weight(w_ptr, columns, k, N, K, odd, PACKED)
-            x = load_activation(x_ptr, rows, 2 * k + odd if PACKED else k, M, K, SHIFT)
-            acc = tl.dot(x, w, acc, out_dtype=tl.int32)
-            if CENTRED and sum_ptr is None:
-                sums += tl.sum(w.to(tl.int32), 0)
+    if CHUNK == 0:
+        acc, sums = dot(x_ptr, w_ptr, rows, columns, 0, stored, M, N, K, SHIFT, PACKED, SUMS, BM, BN, BK)
+    else:
+        acc = tl.zeros((BM, BN), tl.int64)
+        sums = tl.zeros((BN,), tl.int64)
+        for first in range(0, loop_bound(stored), CHUNK):
+            last = tl.minimum(first + CHUNK, stored)
+            part, part_sums = dot(x_ptr, w_ptr, rows, columns, first, last, M, N, K, SHIFT, PACKED, SUMS, BM, BN, BK)
+            acc += part
+            sums += part_sums
     if CENTRED:
         if sum_ptr is not None:
             sums = tl.load(sum_ptr + columns, mask=columns < N, other=0)
         acc = centred(acc, rows, M, zp, sums, PER_TOKEN, SHIFT, Q_MIN, Q_MAX)
-    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, PER_TOKEN, F64)
+    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, F64)
 
 
 @triton.jit
-def sum_parts(partial_ptr, out_ptr, sa, sw, bias, M, N, PER_TOKEN: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
+def sum_parts(
+    partial_ptr,
+    out_ptr,
+    sa,
+    sw,
+    bias,
+    residual_ptr,
+    M,
+    N,
+    PER_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr,
+    BN: tl.constexpr,
+):
     """The sums of K's parts, partial[SPLIT, M, N], added and scaled: one row and BN columns per program."""
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -125,7 +193,7 @@ def sum_parts(partial_ptr, out_ptr, sa, sw, bias, M, N, PER_TOKEN: tl.constexpr,
     for part in tl.static_range(SPLIT):
         place = (part * M + rows).to(tl.int64)[:, None] * N + columns[None, :]
         acc += tl.load(partial_ptr + place, mask=(columns < N)[None, :], other=0)
-    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, PER_TOKEN, False)
+    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, False)
 
 
 @triton.jit

@@ -78,11 +78,12 @@ def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
 
 
 def fused(m: int, n: int, k: int, processors: int) -> Skinny:
-    """Two programs to a multiprocessor: one reads its weights while the other quantizes."""
-    rows, step, programs = 64, 512, 2
+    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to 16 tokens."""
+    rows, programs = 64, 2
+    tokens, step, stages = (8, 512, 3) if m <= 8 else (16, 256, 6)
     tiles, steps = -(-n // rows), -(-k // step)
     split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors))
-    return Skinny(8, rows, step, 3, split, programs)
+    return Skinny(tokens, rows, step, stages, split, programs)
 
 
 def _splits(steps: int) -> list[int]:
