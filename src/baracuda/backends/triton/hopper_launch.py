@@ -101,7 +101,7 @@ def gemm_source(
         **forms,
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    constants = {"STAGES": tile.stages, "GROUP": tile.group, "SCHEDULE": tile.schedule, "EPILOGUE": epilogue}
+    constants = {"STAGES": tile.stages, "GROUP": tile.group, "EAGER": tile.eager, "EPILOGUE": epilogue}
     return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants)
 
 
@@ -133,7 +133,7 @@ def skinny_source(
 
 
 def tile_options(tile: tune.Tile) -> dict[str, object]:
-    return {"num_warps": tile.warps, "maxnreg": tile.registers}
+    return {"num_warps": tile.warps}
 
 
 # -- large -------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def hopper_gemm(p: Problem, device: torch.device, scratch: Any, portable: Any) -
 def _large(p: Problem, device: torch.device) -> Any:
     m, n, k = p.shape
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors)
+    tile = tune.tile(m, n, p.element.dtype.itemsize, processors)
     programs = min(processors, -(-m // tile.m) * -(-n // tile.n))
     compiled: dict[object, Program] = {}
 
