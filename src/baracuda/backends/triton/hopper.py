@@ -1,7 +1,6 @@
-"""W8A8 GEMM for sm_90 in Gluon: one warp feeds TMA copies to warpgroups of tensor-core work.
+"""W8A8 GEMM for sm_90 in Gluon: one warp feeds TMA copies to two warpgroups of tensor-core work.
 
-In the "pingpong" schedule two warpgroups take turns at the tiles: one multiplies while the other scales and stores.
-In the "joint" schedule all share a larger tile, which reads less from L2 and pays where K hides the epilogue anyway.
+The two take turns at the tiles: one multiplies while the other scales and stores.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from .activation import activated
 
 @gluon.jit
 def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """Tiles in groups of GROUP rows, down the columns: the tiles in flight share their operands in L2."""
-    first = index // (GROUP * tiles_n) * GROUP
-    height = min(tiles_m - first, GROUP)
-    inside = index % (GROUP * tiles_n)
-    return first + inside % height, inside // height
+    """Tiles in groups of GROUP columns, down the rows: the tiles in flight share their operands in L2."""
+    first = index // (GROUP * tiles_m) * GROUP
+    width = min(tiles_n - first, GROUP)
+    inside = index % (GROUP * tiles_m)
+    return inside // width, first + inside % width
 
 
 @gluon.jit
@@ -143,6 +142,23 @@ def store(c_desc, c_bufs, row, column, y, PIECE: gl.constexpr):
 
 
 @gluon.jit
+def finish(acc, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Scale and store piece by piece, each with scales of its own: few registers, and no burst of writes."""
+    if acc.shape[1] == c_desc.block_type.shape[1]:
+        LAYOUT: gl.constexpr = acc.type.layout
+        rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+        row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+        y = scaled(acc, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
+        store(c_desc, c_bufs, row, column, y, PIECE)
+    else:
+        WIDTH: gl.constexpr = acc.shape[1] // 2
+        left, right = halves(acc)
+        finish(left, row, column, M, N, scales, c_desc, c_bufs, 2 * PIECE, EPILOGUE)
+        finish(right, row, column + WIDTH, M, N, scales, c_desc, c_bufs, 2 * PIECE + 1, EPILOGUE)
+
+
+@gluon.jit
 def consume(
     a_bufs,
     b_bufs,
@@ -152,45 +168,40 @@ def consume(
     sizes,
     scales,
     GROUP: gl.constexpr,
-    SCHEDULE: gl.constexpr,
+    EAGER: gl.constexpr,
     WHICH: gl.constexpr,
     EPILOGUE: gl.constexpr,
 ):
-    """Multiply, scale and store this consumer's share: every tile, or every other one."""
+    """Multiply, scale and store this consumer's share, every other tile. EAGER reads the scales before multiplying."""
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = a_bufs.shape[1]
     BN: gl.constexpr = b_bufs.shape[1]
-    TURNS: gl.constexpr = 2 if SCHEDULE == "pingpong" else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BN, 128), 32]
     )
     full, empty, turn = barriers
     M, N, tiles_m, tiles_n, steps = sizes
-    first = gl.program_id(0)
-    done = 0
-    if SCHEDULE == "pingpong":
-        first += WHICH * gl.num_programs(0)
-        done += WHICH * steps
-    mine = 0
-    for tile in range(first, tiles_m * tiles_n, TURNS * gl.num_programs(0)):
+    first = gl.program_id(0) + WHICH * gl.num_programs(0)
+    done = WHICH * steps
+    my_turn = 1 - WHICH
+    for tile in range(first, tiles_m * tiles_n, 2 * gl.num_programs(0)):
         m, n = tile_at(tile, tiles_m, tiles_n, GROUP)
         row = m * BM
-        rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
-        columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-        row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+        if EAGER:
+            rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+            columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
+            row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
         stage = done % STAGES
         phase = done // STAGES & 1
         # Not a copy of `stage`: the compiler would take the two names for one value through the loop.
         previous = (done + STAGES - 1) % STAGES
-        if SCHEDULE == "pingpong":
-            mbarrier.wait(turn.index(WHICH), (mine & 1) ^ (1 - WHICH))
-            mine += 1
+        mbarrier.wait(turn.index(WHICH), my_turn)
+        my_turn ^= 1
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.int32, LAYOUT))
         for k in range(steps):
             mbarrier.wait(full.index(stage), phase)
-            if SCHEDULE == "pingpong":
-                # A stage's barrier tells one phase from the next, no more: the other consumer may look at it only now.
-                mbarrier.arrive(turn.index(1 - WHICH), count=1, pred=k == steps - 1)
+            # A stage's barrier tells one phase from the next, no more: the other consumer may look at it only now.
+            mbarrier.arrive(turn.index(1 - WHICH), count=1, pred=k == steps - 1)
             b = b_bufs.index(stage).permute((1, 0))
             acc = warpgroup_mma(a_bufs.index(stage), b, acc, use_acc=k > 0, is_async=True)
             # One product stays in flight: the stage before it is free.
@@ -203,9 +214,12 @@ def consume(
                 phase ^= 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous), count=1)
-        done += TURNS * steps
-        y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
-        store(c_desc, c_bufs, row, n * BN, y, 0)
+        done += 2 * steps
+        if EAGER:
+            y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
+            store(c_desc, c_bufs, row, n * BN, y, 0)
+        else:
+            finish(total, row, n * BN, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
     tma.store_wait(pendings=0)
 
 
@@ -228,7 +242,7 @@ def gemm(
     K,
     STAGES: gl.constexpr,
     GROUP: gl.constexpr,
-    SCHEDULE: gl.constexpr,
+    EAGER: gl.constexpr,
     EPILOGUE: gl.constexpr,
 ):
     """out[M, N] = scaled(a[M, K] @ b[N, K].T), the shapes any: TMA fills with zeros and clips."""
@@ -239,6 +253,7 @@ def gemm(
     a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
+    d_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -253,23 +268,12 @@ def gemm(
     scales = (sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
     sizes = (M, N, tiles_m, tiles_n, steps)
     barriers = (full, empty, turn)
-    if SCHEDULE == "joint":
-        gl.warp_specialize(
-            [
-                (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 0, EPILOGUE)),
-                (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
-            ],
-            [1],
-            [24],
-        )
-    else:
-        d_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
-        gl.warp_specialize(
-            [
-                (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 0, EPILOGUE)),
-                (consume, (a_bufs, b_bufs, c_desc, d_bufs, barriers, sizes, scales, GROUP, SCHEDULE, 1, EPILOGUE)),
-                (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
-            ],
-            [4, 1],
-            [232, 24],
-        )
+    gl.warp_specialize(
+        [
+            (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, EAGER, 0, EPILOGUE)),
+            (consume, (a_bufs, b_bufs, c_desc, d_bufs, barriers, sizes, scales, GROUP, EAGER, 1, EPILOGUE)),
+            (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
+        ],
+        [4, 1],
+        [232, 24],
+    )

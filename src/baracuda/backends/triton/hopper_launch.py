@@ -103,7 +103,7 @@ def gemm_source(
         **forms,
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    constants = {"STAGES": tile.stages, "GROUP": tile.group, "SCHEDULE": tile.schedule, "EPILOGUE": epilogue}
+    constants = {"STAGES": tile.stages, "GROUP": tile.group, "EAGER": tile.eager, "EPILOGUE": epilogue}
     # The residual is read in pairs of columns.
     names, divisible = list(signature), {"residual_ptr": ALIGNMENT, "N": ALIGNMENT // out.itemsize}
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()}
@@ -138,7 +138,7 @@ def skinny_source(
 
 
 def tile_options(tile: tune.Tile) -> dict[str, object]:
-    return {"num_warps": tile.warps, "maxnreg": tile.registers}
+    return {"num_warps": tile.warps}
 
 
 def hopper_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
@@ -167,7 +167,7 @@ def _processors(device: torch.device) -> int:
 def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
     m, n, k = p.shape
     processors = _processors(device)
-    tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors)
+    tile = tune.tile(m, n, p.element.dtype.itemsize, processors)
     programs = min(processors, -(-m // tile.m) * -(-n // tile.n))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:

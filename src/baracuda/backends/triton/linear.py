@@ -256,7 +256,7 @@ def _describe_hopper(p: Problem, device: torch.device) -> str:
     elif m <= tune.SKINNY_TOKENS and p.mode is DynamicRangeMode.SYMMETRIC:
         schedule = str(tune.skinny(m, n, k, _processors(device)))
     else:
-        schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device)))
+        schedule = str(tune.tile(m, n, p.element.dtype.itemsize, _processors(device)))
     return f"{epilogue_formula(p)}; {schedule}"
 
 

@@ -1,7 +1,7 @@
 """Which tile and schedule a linear gets: pure functions of its shape, from measurements on an H200.
 
-Two warpgroups that take turns hide the epilogue of one behind the products of the other: the fastest schedule at nearly
-all measured shapes. With few tiles and a long K there is little to hide, and a larger tile reads less from L2.
+Two warpgroups that take turns hide the epilogue of one behind the products of the other: the fastest schedule at all
+measured shapes. A larger tile for both at once reads less from L2, yet was slower, at long K as well.
 """
 
 from __future__ import annotations
@@ -25,30 +25,25 @@ class Tile:
     k: int
     stages: int
     warps: int
-    registers: int | None
     #: The output leaves through shared memory in this many pieces.
     pieces: int
-    #: Tile rows that are walked together.
+    #: Columns of tiles that are walked together.
     group: int
-    #: "joint": all warps share a tile; "pingpong": two warpgroups take turns.
-    schedule: str
+    #: The scales are read before the products, not piece by piece with the output.
+    eager: bool = False
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k} {self.schedule}, {self.stages} stages, groups of {self.group}"
+        return f"{self.m}x{self.n}x{self.k} pingpong, {self.stages} stages, groups of {self.group}"
 
 
-TURNS = Tile(128, 128, 128, 6, 4, None, 4, 8, "pingpong")
-#: Fewer rows at a time where the operands are too large for L2 to keep both.
-LARGE_TURNS = replace(TURNS, group=4)
-TALL = Tile(256, 128, 128, 4, 8, 168, 4, 8, "joint")
+TURNS = Tile(128, 128, 128, 6, 4, 4, 8)
 
 
-def tile(m: int, n: int, k: int, out_bytes: int, processors: int) -> Tile:
-    if k >= 8192 and -(-m // 128) * -(-n // 128) <= 4 * processors and m > 256:
-        # A 32-bit output needs twice the room on its way out.
-        return TALL if out_bytes <= 2 else replace(TALL, stages=3)
-    chosen = LARGE_TURNS if m >= 4096 and n >= 8192 else TURNS
-    return chosen if out_bytes <= 2 else replace(chosen, stages=5)
+def tile(m: int, n: int, out_bytes: int, processors: int) -> Tile:
+    # With a tile or two for each consumer, no product hides the time to read the scales.
+    eager = -(-m // TURNS.m) * -(-n // TURNS.n) <= 4 * processors
+    # A 32-bit output needs twice the room on its way out.
+    return replace(TURNS, stages=6 if out_bytes <= 2 else 5, eager=eager)
 
 
 @dataclass(frozen=True, slots=True)
