@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -154,8 +155,12 @@ public:
         stream_ = op != CHOOSE_QPARAMS && numel_ * (integers ? 1 : bytes_of(element)) >= STREAM;
     }
 
-    // Bytes: the keys of every segment, where they are too many or too long-lived for a stack.
+    // Bytes: the keys of every segment, where they are too many or too long-lived for a stack; the sums of its blocks.
     int64_t workspace() const {
+        if (p_.op == FAKE_QUANTIZE_LEARNED_BACKWARD) {
+            const int64_t units = sum_units(p_.view);
+            return units > 1 ? product(product(units, segments_), 16) : 0;
+        }
         const bool dynamic = p_.op == DYNAMIC_QUANTIZE || p_.op == CHOOSE_QPARAMS;
         return dynamic && !fused_ ? segments_ * 8 * (p_.asymmetric ? 2 : 1) : 0;
     }
@@ -163,33 +168,36 @@ public:
     void run(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
              int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
              int64_t zero_point_number, uint64_t out, int64_t threads) const {
-        require(p_.op < DYNAMIC_QUANTIZE, "a plan with given scales");
+        require(p_.op < FAKE_QUANTIZE_LEARNED_BACKWARD, "a plan with given scales and one output");
         threads = checked_threads(threads, numel_);
-        Job job = begin();
-        const bool backward = p_.op >= QUANTIZE_BACKWARD, packs = is_packed(p_.quantized);
-        const int64_t units = packs ? (p_.last + 1) / 2 : p_.last;
-        if (p_.op == DEQUANTIZE) {
-            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, units);
-        } else if (p_.op != DEQUANTIZE_BACKWARD) {
-            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
-        }
-        if (backward) job.dy = rows_of(checked(dy, numel_, "grad_output"), p_.last, dy_pitch, p_.last);
-        job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, p_.op == QUANTIZE ? units : p_.last);
-        if (scale) {
-            require(scale_code == p_.element || scale_code == F32, "a scale of the input's type or f32");
-            job.scale = rows_of(checked(scale, 1, "scale"), scale_length_, scale_pitch, scale_length_);
-            job.scale_code = scale_code;
-        } else {
-            require(std::isfinite(scale_number) && scale_number > 0, "a scale that is finite and > 0");
-        }
-        job.scale_number = scale_number;
-        if (zero_point)
-            job.zero_point = rows_of(checked(zero_point, 1, "zero_point"), scale_length_, zero_point_pitch, scale_length_);
-        require(std::abs(zero_point_number) <= MAX_ZERO_POINT, "a zero point within 2**24 - 256");
-        job.zero_point_number = int32_t(zero_point_number);
+        const Job job = given(x, x_pitch, dy, dy_pitch, scale, scale_code, scale_pitch, scale_number, zero_point,
+                              zero_point_pitch, zero_point_number, out);
         auto part = [&](int64_t i, int64_t of) { kernels->elementwise(job, i, of); };
         nb::gil_scoped_release released;
         if (numel_) share_out(threads, part);
+    }
+
+    void run_learned(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
+                     int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
+                     int64_t zero_point_number, uint64_t out, uint64_t grad_scale, uint64_t grad_zero_point,
+                     uint64_t workspace_address, int64_t threads) const {
+        require(p_.op == FAKE_QUANTIZE_LEARNED_BACKWARD, "a plan whose scales are learned");
+        threads = checked_threads(threads, numel_);
+        Job job = given(x, x_pitch, dy, dy_pitch, scale, scale_code, scale_pitch, scale_number, zero_point,
+                        zero_point_pitch, zero_point_number, out);
+        job.grad_scale = checked(grad_scale, segments_, "grad_scale");
+        job.grad_zero_point = checked(grad_zero_point, segments_, "grad_zero_point");
+        job.sums = reinterpret_cast<double*>(checked(workspace_address, workspace(), "workspace"));
+        auto learn = [&](int64_t i, int64_t of) { kernels->learn(job, i, of); };
+        auto total = [&](int64_t i, int64_t of) { kernels->total(job, i, of); };
+        nb::gil_scoped_release released;
+        if (numel_) {
+            share_out(threads, learn);
+            if (workspace()) share_out(segments_ < 64 ? 1 : threads, total);
+        } else {
+            const int64_t bytes = segments_ * (p_.element == F64 ? 8 : 4);
+            if (bytes) memset(job.grad_scale, 0, bytes), memset(job.grad_zero_point, 0, bytes);
+        }
     }
 
     void run_dynamic(uint64_t x, int64_t x_pitch, uint64_t scale_out, uint64_t zero_point_out, uint64_t out,
@@ -226,6 +234,34 @@ private:
         const bool shares_bytes = is_packed(p_.quantized) && v.run < p_.last;
         if (shares_bytes && p_.last / v.run > BLOCK_SEGMENTS) return false;
         return (shares_bytes ? p_.last : v.run) * bytes_of(p_.element) <= NEAR;
+    }
+
+    Job given(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
+              int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
+              int64_t zero_point_number, uint64_t out) const {
+        Job job = begin();
+        const bool backward = p_.op >= QUANTIZE_BACKWARD, packs = is_packed(p_.quantized);
+        const int64_t units = packs ? (p_.last + 1) / 2 : p_.last;
+        if (p_.op == DEQUANTIZE) {
+            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, units);
+        } else if (p_.op != DEQUANTIZE_BACKWARD) {
+            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
+        }
+        if (backward) job.dy = rows_of(checked(dy, numel_, "grad_output"), p_.last, dy_pitch, p_.last);
+        job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, p_.op == QUANTIZE ? units : p_.last);
+        if (scale) {
+            require(scale_code == p_.element || scale_code == F32, "a scale of the input's type or f32");
+            job.scale = rows_of(checked(scale, 1, "scale"), scale_length_, scale_pitch, scale_length_);
+            job.scale_code = scale_code;
+        } else {
+            require(std::isfinite(scale_number) && scale_number > 0, "a scale that is finite and > 0");
+        }
+        job.scale_number = scale_number;
+        if (zero_point)
+            job.zero_point = rows_of(checked(zero_point, 1, "zero_point"), scale_length_, zero_point_pitch, scale_length_);
+        require(std::abs(zero_point_number) <= MAX_ZERO_POINT, "a zero point within 2**24 - 256");
+        job.zero_point_number = int32_t(zero_point_number);
+        return job;
     }
 
     Job begin() const {
@@ -375,6 +411,7 @@ NB_MODULE(_cpu, m) {
              nb::arg("rows"), nb::arg("run"), nb::arg("inner"), nb::arg("last"), nb::arg("scale_length"))
         .def("workspace", &Plan::workspace)
         .def("run", &Plan::run)
+        .def("run_learned", &Plan::run_learned)
         .def("run_dynamic", &Plan::run_dynamic);
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int>())

@@ -56,6 +56,7 @@ _ELEMENTWISE = frozenset(
         QuantizeKind.QUANTIZE_BACKWARD,
         QuantizeKind.DEQUANTIZE_BACKWARD,
         QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+        QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
         QuantizeKind.DYNAMIC_QUANTIZE,
         QuantizeKind.CHOOSE_QPARAMS,
     }

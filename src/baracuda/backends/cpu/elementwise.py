@@ -27,6 +27,7 @@ _OPS = {
             QuantizeKind.QUANTIZE_BACKWARD,
             QuantizeKind.DEQUANTIZE_BACKWARD,
             QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+            QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
             QuantizeKind.DYNAMIC_QUANTIZE,
             QuantizeKind.CHOOSE_QPARAMS,
         )
@@ -56,7 +57,7 @@ def native_plan(p: Problem) -> _cpu.Plan:
 
 
 def workspace(p: Problem) -> int:
-    return native_plan(p).workspace() if OPS[p.op].dynamic else 0
+    return native_plan(p).workspace()
 
 
 def threads_for(elements: int) -> int:
@@ -71,6 +72,8 @@ def pitch(value: Tensor) -> int:
 def bind(p: Problem) -> Launch:
     if OPS[p.op].dynamic:
         return _bind_dynamic(p)
+    if p.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
+        return _bind_learned(p)
     if len(OPS[p.op].operands) == 5:
         return _bind_backward(p)
     return _bind_forward(p)
@@ -104,6 +107,24 @@ def _bind_backward(p: Problem) -> Launch:
         run(
             address, x_pitch, dy.data_ptr(), pitch(dy), s, code, s_pitch, number, z, z_pitch, integer, dx.data_ptr(),
             threads_for(numel),
+        )  # fmt: skip
+
+    return launch
+
+
+def _bind_learned(p: Problem) -> Launch:
+    plan, numel = native_plan(p), p.view.numel
+    run, works = plan.run_learned, plan.workspace() > 0
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        x, dy = cast("tuple[Tensor, Tensor]", operands[:2])
+        s, code, s_pitch, number = _scale(operands[2])
+        z, z_pitch, integer = _zero_point(operands[3])
+        dx, grad_scale, grad_zero_point = cast("tuple[Tensor, Tensor, Tensor]", operands[4:])
+        run(
+            x.data_ptr(), pitch(x), dy.data_ptr(), pitch(dy), s, code, s_pitch, number, z, z_pitch, integer,
+            dx.data_ptr(), grad_scale.data_ptr(), grad_zero_point.data_ptr(),
+            cast(Tensor, workspace).data_ptr() if works else 0, threads_for(numel),
         )  # fmt: skip
 
     return launch
