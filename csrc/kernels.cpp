@@ -10,7 +10,7 @@ namespace baracuda {
 namespace {
 
 void elementwise(const Job& job, int64_t part, int64_t parts) {
-    const bool dynamic = job.p.op == DYNAMIC_QUANTIZE;
+    const bool dynamic = job.p.op >= DYNAMIC_QUANTIZE;
     const Job step = dynamic ? quantize_step(job) : job;
     by_element(job.p.element, [&](auto m, auto x) { walk<decltype(m), decltype(x)>(step, part, parts, dynamic); });
 }

@@ -138,7 +138,7 @@ public:
         require(scale_element >= F16 && scale_element <= F64, "a float code for the scale");
         require(scale_element == element || (scale_element == F32 && element != F64), "a scale as wide as its input or f32");
         require(fits(quantized, q_min, q_max), "q_min <= q_max inside the integer element's range");
-        const bool dynamic = op == DYNAMIC_QUANTIZE || op == CHOOSE_QPARAMS;
+        const bool dynamic = op >= DYNAMIC_QUANTIZE;
         require(!dynamic || (asymmetric ? q_min < q_max : q_max > 0), "a range to divide by");
         require(repeat >= 0 && rows >= 0 && run >= 0 && inner >= 0 && last >= 0, "sizes that are not negative");
         require(inner <= 1 || repeat == 1 || repeat * rows * run == 0, "a canonical view");
@@ -161,7 +161,7 @@ public:
             const int64_t units = sum_units(p_.view);
             return units > 1 ? product(product(units, segments_), 16) : 0;
         }
-        const bool dynamic = p_.op == DYNAMIC_QUANTIZE || p_.op == CHOOSE_QPARAMS;
+        const bool dynamic = p_.op >= DYNAMIC_QUANTIZE;
         return dynamic && !fused_ ? segments_ * 8 * (p_.asymmetric ? 2 : 1) : 0;
     }
 
@@ -208,9 +208,10 @@ public:
         job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
         job.scale_out = checked(scale_out, segments_, "scale_out");
         job.zero_point_out = reinterpret_cast<int32_t*>(checked(zero_point_out, p_.asymmetric ? segments_ : 0, "zero_point_out"));
-        if (p_.op == DYNAMIC_QUANTIZE)
-            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE,
-                              is_packed(p_.quantized) ? (p_.last + 1) / 2 : p_.last);
+        if (p_.op != CHOOSE_QPARAMS) {
+            const bool pairs = p_.op == DYNAMIC_QUANTIZE && is_packed(p_.quantized);
+            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, pairs ? (p_.last + 1) / 2 : p_.last);
+        }
         job.keys = reinterpret_cast<int64_t*>(checked(workspace_address, workspace(), "workspace"));
         nb::gil_scoped_release released;
         if (fused_) {
@@ -281,7 +282,7 @@ private:
         auto quantize = [&](int64_t i, int64_t of) { kernels->elementwise(job, i, of); };
         share_out(threads, reduce);
         share_out(segments_ < 4096 ? 1 : threads, finish);
-        if (p_.op == DYNAMIC_QUANTIZE) share_out(threads, quantize);
+        if (p_.op != CHOOSE_QPARAMS) share_out(threads, quantize);
     }
 };
 

@@ -108,6 +108,7 @@ class QuantizeKind(_Member):
     FAKE_QUANTIZE_LEARNED_BACKWARD = "fake_quantize_learned_backward"
     DYNAMIC_QUANTIZE = "dynamic_quantize"
     CHOOSE_QPARAMS = "choose_qparams"
+    DYNAMIC_FAKE_QUANTIZE = "dynamic_fake_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
 

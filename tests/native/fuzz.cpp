@@ -184,7 +184,7 @@ std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, b
         }
         each(k->reduce);
         each(k->finish);
-        if (c.job.p.op == DYNAMIC_QUANTIZE) each(k->elementwise);
+        if (c.job.p.op != CHOOSE_QPARAMS) each(k->elementwise);
     }
     std::vector<std::vector<char>> results;
     for (Buffer* out : c.outputs) results.push_back(out->copy());

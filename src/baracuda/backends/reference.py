@@ -267,6 +267,14 @@ def _choose_qparams(see: _Seen, operands: tuple[Value, ...]) -> None:
     _write_qparams(see.p, *choose_qparams(see.float(x), see.p), scale_out, zero_point_out)
 
 
+def _dynamic_fake_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, scale_out, zero_point_out, output = operands
+    stored, zero_point = choose_qparams(see.float(x), see.p)
+    scale = stored.to(see.math)
+    see.write_float(dequantize(quantize(see.float(x), scale, zero_point, see.p), scale, zero_point), output)
+    _write_qparams(see.p, stored, zero_point, scale_out, zero_point_out)
+
+
 def _write_qparams(p: Problem, scale: Tensor, zero_point: Tensor, scale_out: Value, zero_point_out: Value) -> None:
     cast(Tensor, scale_out).copy_(scale.view(p.segment_shape))
     if zero_point_out is not None:
@@ -327,6 +335,7 @@ _BODIES: dict[QuantizeKind, Body] = {
     QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD: _fake_quantize_learned_backward,
     QuantizeKind.DYNAMIC_QUANTIZE: _dynamic_quantize,
     QuantizeKind.CHOOSE_QPARAMS: _choose_qparams,
+    QuantizeKind.DYNAMIC_FAKE_QUANTIZE: _dynamic_fake_quantize,
     QuantizeKind.QUANTIZED_LINEAR: _quantized_linear,
     QuantizeKind.SMOOTHQUANT_LINEAR: _smoothquant_linear,
 }

@@ -59,6 +59,7 @@ _ELEMENTWISE = frozenset(
         QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
         QuantizeKind.DYNAMIC_QUANTIZE,
         QuantizeKind.CHOOSE_QPARAMS,
+        QuantizeKind.DYNAMIC_FAKE_QUANTIZE,
     }
 )
 _LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})

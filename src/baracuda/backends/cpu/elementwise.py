@@ -30,6 +30,7 @@ _OPS = {
             QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
             QuantizeKind.DYNAMIC_QUANTIZE,
             QuantizeKind.CHOOSE_QPARAMS,
+            QuantizeKind.DYNAMIC_FAKE_QUANTIZE,
         )
     )
 }
@@ -132,7 +133,7 @@ def _bind_learned(p: Problem) -> Launch:
 
 def _bind_dynamic(p: Problem) -> Launch:
     plan, numel = native_plan(p), p.view.numel
-    run, quantizes, works = plan.run_dynamic, p.op is QuantizeKind.DYNAMIC_QUANTIZE, plan.workspace() > 0
+    run, writes, works = plan.run_dynamic, p.op is not QuantizeKind.CHOOSE_QPARAMS, plan.workspace() > 0
 
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         x, scale_out, zero_point_out = cast("tuple[Tensor, Tensor, Tensor | None]", operands[:3])
@@ -141,7 +142,7 @@ def _bind_dynamic(p: Problem) -> Launch:
             pitch(x),
             scale_out.data_ptr(),
             0 if zero_point_out is None else zero_point_out.data_ptr(),
-            cast(Tensor, operands[3]).data_ptr() if quantizes else 0,
+            cast(Tensor, operands[3]).data_ptr() if writes else 0,
             cast(Tensor, workspace).data_ptr() if works else 0,
             threads_for(numel),
         )

@@ -49,7 +49,7 @@ def _partials(problem: Problem, config: tune.Range) -> int:
 
 def _one_kernel(problem: Problem, config: tune.Range, device: torch.device) -> Launch:
     # Where packed pairs do not line up, the kernel finds the scales and another one writes.
-    apart = bool(packed(problem)) and not pairs_line_up(problem)
+    apart = bool(_packed(problem)) and not pairs_line_up(problem)
     step = whole_step(problem, config, device)
     quantize = _then_quantize(problem, device) if apart else None
 
@@ -87,7 +87,7 @@ def _two_stages(problem: Problem, config: tune.Range, device: torch.device) -> L
 def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
     """The kernel that holds or re-reads whole segments."""
     view, tile = problem.view, config.tile
-    constants = _dynamic(problem) | {"PACKED": packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
+    constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
     if config.schedule is Schedule.BLOCKS:
         blocks = blocks_of(view.inner, tile.columns)
         even = view.run == tile.lines and view.inner % tile.columns == 0
@@ -148,7 +148,7 @@ def _then_quantize(problem: Problem, device: torch.device) -> Callable[..., None
     if problem.op is QuantizeKind.CHOOSE_QPARAMS:
         return None
     static = Problem(
-        QuantizeKind.QUANTIZE,
+        QuantizeKind.FAKE_QUANTIZE if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else QuantizeKind.QUANTIZE,
         problem.shape,
         problem.element,
         problem.quantized,
@@ -167,6 +167,11 @@ def _then_quantize(problem: Problem, device: torch.device) -> Callable[..., None
 
 def _dynamic_operands(operands: tuple[Value, ...]) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     return cast("tuple[Tensor, Tensor, Tensor | None, Tensor | None]", (*operands, None)[:4])
+
+
+def _packed(problem: Problem) -> int:
+    """How pairs are packed; the output of a fake-quantization holds none."""
+    return 0 if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else packed(problem)
 
 
 def _dynamic(problem: Problem) -> dict[str, Any]:

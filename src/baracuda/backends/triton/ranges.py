@@ -22,6 +22,7 @@ from .numerics import (
     largest,
     loop_bound,
     low_bits,
+    narrow,
     pack_pairs,
     prepare,
     quantize_steps,
@@ -70,13 +71,16 @@ def quantize_tile(
     COLS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Quantize x, [LINES, COLS] in the math type, and store it."""
+    """Quantize x, [LINES, COLS] in the math type, and store it; as floats again where the output holds floats."""
     divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
     low, high, shift, odd = bounds(zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
     # An asymmetric scale puts the bounds at most 2**22 steps from zero, just beyond what is NEAR.
     far: tl.constexpr = not SYMMETRIC and not F64
     m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, far, F64)
-    q = low_bits(m, F64) + odd
+    if out_ptr.dtype.element_ty.is_floating():
+        q = narrow((m - shift) * scale, out_ptr.dtype.element_ty, True)
+    else:
+        q = low_bits(m, F64) + odd
     if PACKED:
         pairs = column // 2 + tl.arange(0, COLS // 2)[None, :]
         mask = valid & (pairs < width // 2) if MASKED else None
