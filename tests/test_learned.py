@@ -25,12 +25,14 @@ SEVERAL_BLOCKS: list[tuple[tuple[int, ...], Scope]] = [
     ((1100, 5), PerChannel(1)),
     ((70, 131), PerChannel(1)),
 ]
+#: More blocks than the last sum has lanes.
+MANY_BLOCKS: list[tuple[tuple[int, ...], Scope]] = [((1100, 3, 2), PerChannel(1))]
 
 if INTERPRETER:
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
-        for p in problems([*LAYOUTS, *SEVERAL_BLOCKS]):
+        for p in [*problems([*LAYOUTS, *SEVERAL_BLOCKS]), next(problems(MANY_BLOCKS))]:
             assert_alike(p, run(p, BackendKind.TRITON), run(p, BackendKind.REFERENCE))
 
 else:
@@ -59,7 +61,7 @@ else:
         before, threads = _cpu.isa(), torch.get_num_threads()
         try:
             _cpu.use_isa(isa)
-            for p in problems([*LAYOUTS, *LARGE_LAYOUTS, *SEVERAL_BLOCKS]):
+            for p in problems([*LAYOUTS, *LARGE_LAYOUTS, *SEVERAL_BLOCKS, *MANY_BLOCKS]):
                 expected = run(p, BackendKind.REFERENCE)
                 for count in (1, 3):
                     torch.set_num_threads(count)
