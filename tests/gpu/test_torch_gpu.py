@@ -72,7 +72,7 @@ def test_a_training_step_launches_one_kernel_more_for_each_fake_quantization() -
         module(x).sum().backward()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
             module(x).sum().backward()
-        return sum(event.device_type is torch.autograd.DeviceType.CUDA for event in watched.events())
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in watched.events())
 
     assert kernels(QATLinear.from_float(linear)) == kernels(linear) + 2
 
