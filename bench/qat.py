@@ -12,6 +12,7 @@ from torch.ao.quantization import FakeQuantize as TorchFakeQuantize
 from torch.ao.quantization import MinMaxObserver
 
 import baracuda
+from baracuda import PerChannel, PerTensor
 from baracuda.nn import FakeQuantize
 
 from .common import Bar, Body, arguments, interleaved, per_call, show_bars, table, write_json
@@ -41,8 +42,32 @@ def fake_quantize_rows(numel: int, repeats: int) -> list[dict[str, Any]]:
         theirs.disable_observer()
         bodies = {"ours": _both_ways(ours, x, dy), "torch.ao": _both_ways(theirs, x, dy)}
         bodies["two copies"] = lambda x=x, dy=dy: (x.detach().clone(), dy.clone())  # type: ignore[misc]
-        times = interleaved(bodies, repeats, seconds=4.0)
+        times = interleaved(bodies, repeats, seconds=8.0)
         rows.append({"element": str(dtype), **times, "ratio": times["torch.ao"] / times["ours"]})
+    return rows
+
+
+def learned_rows(numel: int, repeats: int) -> list[dict[str, Any]]:
+    """The backward alone, to x, scale and zero point, beside torch's learnable fake-quantization."""
+    rows = []
+    for scope in (PerTensor(), PerChannel(0), PerChannel(1)):
+        x, dy = torch.randn(256, numel // 256, requires_grad=True), torch.randn(256, numel // 256)
+        shape = scope.scale_shape(tuple(x.shape))
+        scale, zero_point = (torch.full(shape, v, requires_grad=True) for v in (0.02, 0.0))
+        y = baracuda.fake_quantize(x, scale, zero_point, scope=scope)
+        if isinstance(scope, PerTensor):
+            flat = [v.detach().view(1).requires_grad_() for v in (scale, zero_point)]
+            theirs = torch._fake_quantize_learnable_per_tensor_affine(x, *flat, -128, 127, 1.0)
+        else:
+            flat = [scale, zero_point]
+            theirs = torch._fake_quantize_learnable_per_channel_affine(x, *flat, scope.axis, -128, 127, 1.0)
+
+        def grad(y: Tensor, leaves: Sequence[Tensor], dy: Tensor = dy) -> Body:
+            return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+        bodies = {"ours": grad(y, [x, scale, zero_point]), "torch": grad(theirs, [x, *flat])}
+        times = interleaved(bodies, repeats, seconds=3.0)
+        rows.append({"scope": str(scope), **times, "ratio": times["torch"] / times["ours"]})
     return rows
 
 
@@ -81,10 +106,10 @@ class Layer(nn.Module):
 
 def step_rows(quick: bool) -> list[dict[str, Any]]:
     """A training step of four layers in bf16 under autocast: float, and prepared in the ways QATLinear offers."""
-    size, tokens, repeats = (256, 64, 3) if quick else (4096, 2048, 15)
+    size, tokens, repeats = (256, 64, 3) if quick else (1024, 512, 30)
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
-    x = torch.randn(4, tokens, size, device="cuda")
+    x = torch.randn(8, tokens, size, device="cuda")
     variants = {"float": model}
     for name, options in {
         "dynamic": {},
@@ -114,15 +139,21 @@ def step_rows(quick: bool) -> list[dict[str, Any]]:
 def main(argv: Sequence[str]) -> None:
     options = arguments("qat", argv)
     torch.set_num_threads(THREADS)
-    numel, repeats = (2**16, 3) if options.quick else (2**25, 12)
-    rows, calls = fake_quantize_rows(numel, repeats), overhead_rows()
+    numel, repeats = (2**16, 3) if options.quick else (2**25, 40)
+    rows, calls, learned = fake_quantize_rows(numel, repeats), overhead_rows(), learned_rows(numel // 2, repeats)
     bars = [Bar("FakeQuantize forward + backward, f32, CPU: over torch.ao", 6.0, rows[0]["ratio"])]
+    bars += [Bar(f"learned backward, {r['scope']}, CPU: over torch", 3.0, r["ratio"]) for r in learned]
     bars += [Bar(f"{c['call']} of 64 elements, us", 12.0, c["us"], below=True) for c in calls[:4]]
     header = list(rows[0])
     shown = [[r[k] * 1e3 if k in ("ours", "torch.ao", "two copies") else r[k] for k in header] for r in rows]
     table(f"FakeQuantize forward + backward of {numel} elements, CPU, {THREADS} threads, ms", header, shown)
     table("one call on 64 elements, CPU, us", ["call", "us"], [list(c.values()) for c in calls])
-    content: dict[str, Any] = {"fake_quantize": rows, "calls": calls}
+    table(
+        f"backward of a learned fake-quantization of {numel // 2} elements, CPU, {THREADS} threads, ms",
+        list(learned[0]),
+        [[r["scope"], r["ours"] * 1e3, r["torch"] * 1e3, r["ratio"]] for r in learned],
+    )
+    content: dict[str, Any] = {"fake_quantize": rows, "learned": learned, "calls": calls}
     if torch.cuda.is_available():
         content["steps"] = step_rows(options.quick)
         table(

@@ -14,8 +14,10 @@ enum Op : int {
     QUANTIZE_BACKWARD,
     DEQUANTIZE_BACKWARD,
     FAKE_QUANTIZE_BACKWARD,
+    FAKE_QUANTIZE_LEARNED_BACKWARD,
     DYNAMIC_QUANTIZE,
     CHOOSE_QPARAMS,
+    DYNAMIC_FAKE_QUANTIZE,
     OP_COUNT
 };
 
@@ -50,6 +52,29 @@ ALWAYS_INLINE int64_t block_columns(const View& v, int64_t bytes) {
     return columns > 0 ? columns : 1;
 }
 
+// The one order of a sum over a segment, whoever computes it. Each run is cut into blocks; a lane adds up every
+// sum_lanes-th element of its block, from zero and in order, SUM_STEPS of them; then lanes are halved until one is left.
+// The sums of a segment's blocks, in memory order, are added up in the same way as one block with SUM_LANES lanes.
+constexpr int64_t SUM_LANES = 1024, LEAST_SUM_LANES = 8, SUM_STEPS = 8;
+
+ALWAYS_INLINE int64_t power_of_two(int64_t n) {
+    int64_t power = 1;
+    while (power < n) power *= 2;
+    return power;
+}
+
+ALWAYS_INLINE int64_t sum_lanes(const View& v) {
+    const int64_t beside = v.inner < SUM_LANES ? power_of_two(v.inner) : SUM_LANES;
+    return beside > SUM_LANES / LEAST_SUM_LANES ? LEAST_SUM_LANES : SUM_LANES / beside;
+}
+
+ALWAYS_INLINE int64_t sum_blocks(const View& v) {
+    const int64_t size = sum_lanes(v) * SUM_STEPS;
+    return (v.run + size - 1) / size;
+}
+
+ALWAYS_INLINE int64_t sum_units(const View& v) { return v.repeat * sum_blocks(v); }
+
 struct Problem {
     int op, element, quantized, scale_element;
     int q_min, q_max;
@@ -75,6 +100,8 @@ struct Job {
     void* scale_out = nullptr;
     int32_t* zero_point_out = nullptr;
     int64_t* keys = nullptr;  // two-phase ranges: the largest key of each segment, then the least ones
+    void *grad_scale = nullptr, *grad_zero_point = nullptr;  // in the math type
+    double* sums = nullptr;   // learned: of each block, [units, segments], then as many of what was clamped away
     bool stream = false;      // the output is too large to be worth a place in the cache
 };
 
@@ -110,6 +137,8 @@ struct Kernels {
     void (*fused_range)(const Job&, int64_t part, int64_t parts);
     void (*reduce)(const Job&, int64_t part, int64_t parts);
     void (*finish)(const Job&, int64_t part, int64_t parts);
+    void (*learn)(const Job&, int64_t part, int64_t parts);
+    void (*total)(const Job&, int64_t part, int64_t parts);
     void (*weight_sums)(const Dot&, int64_t n, int64_t k, int32_t* sums, int64_t part, int64_t parts);
     void (*unpack)(const Dot&, int64_t n, int64_t k, int8_t* out, int64_t part, int64_t parts);
     void (*shift)(const Dot&, int64_t m, int64_t k, int8_t* out, int64_t part, int64_t parts);

@@ -2,6 +2,7 @@
 // local: code for one instruction set must never be picked by the linker for another.
 #include <type_traits>
 
+#include "learned.hpp"
 #include "linear.hpp"
 #include "ranges.hpp"
 
@@ -9,7 +10,7 @@ namespace baracuda {
 namespace {
 
 void elementwise(const Job& job, int64_t part, int64_t parts) {
-    const bool dynamic = job.p.op == DYNAMIC_QUANTIZE;
+    const bool dynamic = job.p.op >= DYNAMIC_QUANTIZE;
     const Job step = dynamic ? quantize_step(job) : job;
     by_element(job.p.element, [&](auto m, auto x) { walk<decltype(m), decltype(x)>(step, part, parts, dynamic); });
 }
@@ -29,10 +30,19 @@ void finish(const Job& job, int64_t part, int64_t parts) {
     finish_segments<float>(job, r.first, r.last, shared_keys(job));
 }
 
+void learned(const Job& job, int64_t part, int64_t parts) {
+    by_element(job.p.element, [&](auto m, auto x) { learn_share<decltype(m), decltype(x)>(job, part, parts); });
+}
+
+void total(const Job& job, int64_t part, int64_t parts) {
+    if (job.p.element == F64) return total_share<double>(job, part, parts);
+    total_share<float>(job, part, parts);
+}
+
 }  // namespace
 
 extern const Kernels BARACUDA_TABLE;
-const Kernels BARACUDA_TABLE = {BARACUDA_ISA,  elementwise, fused_range, reduce,   finish,
-                                weight_sums, unpack_rows, shift_rows,  epilogue, small_linear};
+const Kernels BARACUDA_TABLE = {BARACUDA_ISA, elementwise, fused_range, reduce,     finish,   learned,
+                                total,        weight_sums, unpack_rows, shift_rows, epilogue, small_linear};
 
 }  // namespace baracuda

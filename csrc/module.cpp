@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -137,7 +138,7 @@ public:
         require(scale_element >= F16 && scale_element <= F64, "a float code for the scale");
         require(scale_element == element || (scale_element == F32 && element != F64), "a scale as wide as its input or f32");
         require(fits(quantized, q_min, q_max), "q_min <= q_max inside the integer element's range");
-        const bool dynamic = op == DYNAMIC_QUANTIZE || op == CHOOSE_QPARAMS;
+        const bool dynamic = op >= DYNAMIC_QUANTIZE;
         require(!dynamic || (asymmetric ? q_min < q_max : q_max > 0), "a range to divide by");
         require(repeat >= 0 && rows >= 0 && run >= 0 && inner >= 0 && last >= 0, "sizes that are not negative");
         require(inner <= 1 || repeat == 1 || repeat * rows * run == 0, "a canonical view");
@@ -154,42 +155,49 @@ public:
         stream_ = op != CHOOSE_QPARAMS && numel_ * (integers ? 1 : bytes_of(element)) >= STREAM;
     }
 
-    // Bytes: the keys of every segment, where they are too many or too long-lived for a stack.
+    // Bytes: the keys of every segment, where they are too many or too long-lived for a stack; the sums of its blocks.
     int64_t workspace() const {
-        const bool dynamic = p_.op == DYNAMIC_QUANTIZE || p_.op == CHOOSE_QPARAMS;
+        if (p_.op == FAKE_QUANTIZE_LEARNED_BACKWARD) {
+            const int64_t units = sum_units(p_.view);
+            return units > 1 ? product(product(units, segments_), 16) : 0;
+        }
+        const bool dynamic = p_.op >= DYNAMIC_QUANTIZE;
         return dynamic && !fused_ ? segments_ * 8 * (p_.asymmetric ? 2 : 1) : 0;
     }
 
     void run(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
              int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
              int64_t zero_point_number, uint64_t out, int64_t threads) const {
-        require(p_.op < DYNAMIC_QUANTIZE, "a plan with given scales");
+        require(p_.op < FAKE_QUANTIZE_LEARNED_BACKWARD, "a plan with given scales and one output");
         threads = checked_threads(threads, numel_);
-        Job job = begin();
-        const bool backward = p_.op >= QUANTIZE_BACKWARD, packs = is_packed(p_.quantized);
-        const int64_t units = packs ? (p_.last + 1) / 2 : p_.last;
-        if (p_.op == DEQUANTIZE) {
-            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, units);
-        } else if (p_.op != DEQUANTIZE_BACKWARD) {
-            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
-        }
-        if (backward) job.dy = rows_of(checked(dy, numel_, "grad_output"), p_.last, dy_pitch, p_.last);
-        job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, p_.op == QUANTIZE ? units : p_.last);
-        if (scale) {
-            require(scale_code == p_.element || scale_code == F32, "a scale of the input's type or f32");
-            job.scale = rows_of(checked(scale, 1, "scale"), scale_length_, scale_pitch, scale_length_);
-            job.scale_code = scale_code;
-        } else {
-            require(std::isfinite(scale_number) && scale_number > 0, "a scale that is finite and > 0");
-        }
-        job.scale_number = scale_number;
-        if (zero_point)
-            job.zero_point = rows_of(checked(zero_point, 1, "zero_point"), scale_length_, zero_point_pitch, scale_length_);
-        require(std::abs(zero_point_number) <= MAX_ZERO_POINT, "a zero point within 2**24 - 256");
-        job.zero_point_number = int32_t(zero_point_number);
+        const Job job = given(x, x_pitch, dy, dy_pitch, scale, scale_code, scale_pitch, scale_number, zero_point,
+                              zero_point_pitch, zero_point_number, out);
         auto part = [&](int64_t i, int64_t of) { kernels->elementwise(job, i, of); };
         nb::gil_scoped_release released;
         if (numel_) share_out(threads, part);
+    }
+
+    void run_learned(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
+                     int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
+                     int64_t zero_point_number, uint64_t out, uint64_t grad_scale, uint64_t grad_zero_point,
+                     uint64_t workspace_address, int64_t threads) const {
+        require(p_.op == FAKE_QUANTIZE_LEARNED_BACKWARD, "a plan whose scales are learned");
+        threads = checked_threads(threads, numel_);
+        Job job = given(x, x_pitch, dy, dy_pitch, scale, scale_code, scale_pitch, scale_number, zero_point,
+                        zero_point_pitch, zero_point_number, out);
+        job.grad_scale = checked(grad_scale, segments_, "grad_scale");
+        job.grad_zero_point = checked(grad_zero_point, segments_, "grad_zero_point");
+        job.sums = reinterpret_cast<double*>(checked(workspace_address, workspace(), "workspace"));
+        auto learn = [&](int64_t i, int64_t of) { kernels->learn(job, i, of); };
+        auto total = [&](int64_t i, int64_t of) { kernels->total(job, i, of); };
+        nb::gil_scoped_release released;
+        if (numel_) {
+            share_out(threads, learn);
+            if (workspace()) share_out(segments_ < 64 ? 1 : threads, total);
+        } else {
+            const int64_t bytes = segments_ * (p_.element == F64 ? 8 : 4);
+            if (bytes) memset(job.grad_scale, 0, bytes), memset(job.grad_zero_point, 0, bytes);
+        }
     }
 
     void run_dynamic(uint64_t x, int64_t x_pitch, uint64_t scale_out, uint64_t zero_point_out, uint64_t out,
@@ -200,9 +208,10 @@ public:
         job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
         job.scale_out = checked(scale_out, segments_, "scale_out");
         job.zero_point_out = reinterpret_cast<int32_t*>(checked(zero_point_out, p_.asymmetric ? segments_ : 0, "zero_point_out"));
-        if (p_.op == DYNAMIC_QUANTIZE)
-            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE,
-                              is_packed(p_.quantized) ? (p_.last + 1) / 2 : p_.last);
+        if (p_.op != CHOOSE_QPARAMS) {
+            const bool pairs = p_.op == DYNAMIC_QUANTIZE && is_packed(p_.quantized);
+            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, pairs ? (p_.last + 1) / 2 : p_.last);
+        }
         job.keys = reinterpret_cast<int64_t*>(checked(workspace_address, workspace(), "workspace"));
         nb::gil_scoped_release released;
         if (fused_) {
@@ -228,6 +237,34 @@ private:
         return (shares_bytes ? p_.last : v.run) * bytes_of(p_.element) <= NEAR;
     }
 
+    Job given(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
+              int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
+              int64_t zero_point_number, uint64_t out) const {
+        Job job = begin();
+        const bool backward = p_.op >= QUANTIZE_BACKWARD, packs = is_packed(p_.quantized);
+        const int64_t units = packs ? (p_.last + 1) / 2 : p_.last;
+        if (p_.op == DEQUANTIZE) {
+            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, units);
+        } else if (p_.op != DEQUANTIZE_BACKWARD) {
+            job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, p_.last);
+        }
+        if (backward) job.dy = rows_of(checked(dy, numel_, "grad_output"), p_.last, dy_pitch, p_.last);
+        job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, p_.op == QUANTIZE ? units : p_.last);
+        if (scale) {
+            require(scale_code == p_.element || scale_code == F32, "a scale of the input's type or f32");
+            job.scale = rows_of(checked(scale, 1, "scale"), scale_length_, scale_pitch, scale_length_);
+            job.scale_code = scale_code;
+        } else {
+            require(std::isfinite(scale_number) && scale_number > 0, "a scale that is finite and > 0");
+        }
+        job.scale_number = scale_number;
+        if (zero_point)
+            job.zero_point = rows_of(checked(zero_point, 1, "zero_point"), scale_length_, zero_point_pitch, scale_length_);
+        require(std::abs(zero_point_number) <= MAX_ZERO_POINT, "a zero point within 2**24 - 256");
+        job.zero_point_number = int32_t(zero_point_number);
+        return job;
+    }
+
     Job begin() const {
         Job job;
         job.p = p_;
@@ -245,7 +282,7 @@ private:
         auto quantize = [&](int64_t i, int64_t of) { kernels->elementwise(job, i, of); };
         share_out(threads, reduce);
         share_out(segments_ < 4096 ? 1 : threads, finish);
-        if (p_.op == DYNAMIC_QUANTIZE) share_out(threads, quantize);
+        if (p_.op != CHOOSE_QPARAMS) share_out(threads, quantize);
     }
 };
 
@@ -381,6 +418,7 @@ NB_MODULE(_cpu, m) {
              nb::arg("rows"), nb::arg("run"), nb::arg("inner"), nb::arg("last"), nb::arg("scale_length"))
         .def("workspace", &Plan::workspace)
         .def("run", &Plan::run)
+        .def("run_learned", &Plan::run_learned)
         .def("run_dynamic", &Plan::run_dynamic);
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int>())

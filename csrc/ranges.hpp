@@ -243,6 +243,7 @@ void finish_segments(const Job& job, int64_t first, int64_t last, const Keys& ke
 // The quantize step reads back the scales just stored.
 inline Job quantize_step(const Job& job) {
     Job step = job;
+    if (job.p.op == DYNAMIC_FAKE_QUANTIZE) step.p.op = FAKE_QUANTIZE;
     step.scale.data = static_cast<char*>(job.scale_out);
     step.scale_code = job.p.scale_element;
     step.zero_point.data = reinterpret_cast<char*>(job.zero_point_out);
@@ -272,7 +273,7 @@ template <class M, class X>
 void fused(const Job& job, int64_t part, int64_t parts) {
     const Problem& p = job.p;
     const View& v = p.view;
-    const bool quantizes = p.op == DYNAMIC_QUANTIZE;
+    const bool quantizes = p.op != CHOOSE_QPARAMS;
     const Job step = quantize_step(job);
     Tile<M, X> tile;
     BlockKeys block;

@@ -69,7 +69,7 @@ LARGE_LAYOUTS: list[tuple[tuple[int, ...], Scope]] = [
     ((3, 256, 133), PerGroup(64, axis=1)),
 ]
 ELEMENTWISE = [kind for kind, row in OPS.items() if row.elementwise]
-DYNAMIC = [QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS]
+DYNAMIC = [QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE]
 #: m, n, k: ones, primes, zeros, and both sides of the tiles kernels like.
 LINEAR_SHAPES = [(1, 1, 1), (1, 7, 64), (3, 5, 0), (0, 4, 8), (4, 0, 8), (5, 17, 31), (16, 64, 128), (33, 70, 129)]
 

@@ -27,7 +27,7 @@ from baracuda import (
     Scope,
 )
 from baracuda.backends.activation import F32, F64
-from baracuda.problem import Problem
+from baracuda.problem import OPS, Problem
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT_LIMIT = 16776960
@@ -119,10 +119,10 @@ def segments(shape: tuple[int, ...], scope: Scope) -> Iterator[tuple[tuple[int, 
 def spread(value: Any, shape: tuple[int, ...], scope: Scope, dtype: Any) -> Array:
     """A number or the scales of a scope, repeated for every element."""
     whole = np.empty(shape, dtype=dtype)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, Tensor | np.ndarray):
         whole[...] = 0 if value is None else value
         return whole
-    values = decode(value)
+    values = decode(value) if isinstance(value, Tensor) else value
     for at, where in segments(shape, scope):
         whole[where] = values[at]
     return whole
@@ -205,7 +205,7 @@ def expected(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     with quiet():
         if p.op in (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR):
             return _linear(p, operands)
-        if p.op in (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS):
+        if OPS[p.op].dynamic:
             return _dynamic(p, operands)
         return _static(p, operands)
 
@@ -246,6 +246,9 @@ def _dynamic(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
         results["zero_point_out"] = zero_point.astype(np.int32).view(np.uint32)
     if p.op is QuantizeKind.CHOOSE_QPARAMS:
         del results["output"]
+    if p.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE:
+        spread_scale, spread_zero_point = (spread(v, p.shape, p.scope, v.dtype) for v in (scale, zero_point))
+        results["output"] = encode(dequantized(q, spread_scale, spread_zero_point), p.element)
     return results
 
 

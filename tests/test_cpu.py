@@ -35,7 +35,10 @@ from cases import CASES, LARGE_LAYOUTS, assert_same_bits, is_linear, operands
 
 _cpu = pytest.importorskip("baracuda._cpu", reason="the compiled module is missing")
 CPU = torch.device("cpu")
-OPS_HERE = frozenset[QuantizeKind]().union(*(kernel.ops for kernel in kernels(BackendKind.CPU)))
+#: All but the learned backward, whose cases and sums are test_learned's.
+OPS_HERE = frozenset[QuantizeKind]().union(*(kernel.ops for kernel in kernels(BackendKind.CPU))) - {
+    QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD
+}
 
 
 @pytest.fixture(autouse=True)
@@ -375,9 +378,9 @@ GOOD_PLAN = {
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"op": -1}, {"op": 8}, {"element": 4}, {"element": -1}, {"quantized": 2}, {"quantized": 8},
+        {"op": -1}, {"op": 10}, {"element": 4}, {"element": -1}, {"quantized": 2}, {"quantized": 8},
         {"scale_element": 9}, {"scale_element": 3}, {"q_min": -129}, {"q_max": 128}, {"q_min": 9, "q_max": 8},
-        {"op": 6, "q_max": 0}, {"op": 6, "asymmetric": True, "q_min": 5, "q_max": 5}, {"rows": -1}, {"run": -8},
+        {"op": 7, "q_max": 0}, {"op": 7, "asymmetric": True, "q_min": 5, "q_max": 5}, {"rows": -1}, {"run": -8},
         {"repeat": 2, "inner": 3}, {"run": 2**62}, {"rows": 2**40, "run": 2**40}, {"last": 3}, {"last": 0},
         {"inner": 4, "last": 8}, {"scale_length": -1}, {"rows": 2, "scale_length": 5}, {"run": 2**64},
         {"run": "8"}, {"run": 8.5}, {"op": None},
@@ -392,7 +395,7 @@ def test_a_nonsense_native_plan_is_refused(wrong: dict[str, object]) -> None:
 
 def test_a_native_call_with_a_wrong_address_pitch_number_or_thread_count_is_refused() -> None:
     x, out = torch.randn(8), torch.empty(8, dtype=torch.int8)
-    plan, dynamic = _cpu.Plan(**GOOD_PLAN), _cpu.Plan(**GOOD_PLAN | {"op": 6, "asymmetric": True})
+    plan, dynamic = _cpu.Plan(**GOOD_PLAN), _cpu.Plan(**GOOD_PLAN | {"op": 7, "asymmetric": True})
     good = [x.data_ptr(), -1, 0, -1, 0, 2, -1, 0.1, 0, -1, 0, out.data_ptr(), 1]
     plan.run(*good)
     assert torch.equal(out, baracuda.quantize(x, 0.1))
@@ -415,6 +418,25 @@ def test_a_native_call_with_a_wrong_address_pitch_number_or_thread_count_is_refu
         call[position] = value
         with pytest.raises((ValueError, TypeError)):
             dynamic.run_dynamic(*call)
+
+
+def test_a_native_learned_call_with_a_wrong_address_is_refused() -> None:
+    x, dy, dx, sums = torch.randn(8), torch.randn(8), torch.empty(8), torch.empty(2)
+    plan = _cpu.Plan(**GOOD_PLAN | {"op": 6})
+    good = [x.data_ptr(), -1, dy.data_ptr(), -1, 0, 2, -1, 0.1, 0, -1, 0, dx.data_ptr()]
+    good += [sums.data_ptr(), sums.data_ptr() + 4, 0, 1]
+    plan.run_learned(*good)
+    for position in (0, 2, 11, 12, 13):
+        with pytest.raises(ValueError, match="expected an address"):
+            plan.run_learned(*good[:position], 0, *good[position + 1 :])
+    with pytest.raises(ValueError, match="one output"):
+        plan.run(*good[:12], 1)
+    with pytest.raises(ValueError, match="learned"):
+        _cpu.Plan(**GOOD_PLAN).run_learned(*good)
+    several = _cpu.Plan(**GOOD_PLAN | {"op": 6, "run": 9000, "last": 9000})
+    assert several.workspace() == 2 * 16
+    with pytest.raises(ValueError, match="workspace"):
+        several.run_learned(*good)
 
 
 def test_a_native_linear_with_nonsense_is_refused() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from baracuda.nn import FakeQuantize, MinMax, MovingAverage, Percentile, QuantizedLinear, SmoothQuantLinear
+from baracuda.nn.row_sums import RowSums
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -94,6 +95,43 @@ def test_state_survives_every_way_of_copying_it(tmp_path: Path) -> None:
                 assert torch.equal(fresh(x), expected)
         assert torch.equal(copy.deepcopy(module)(x), expected)
         assert torch.equal(pickle.loads(pickle.dumps(module))(x), expected)
+
+
+def test_row_sums_are_computed_once_and_follow_every_change_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums, x = [], torch.randn(3, 24) + 1
+    summed = RowSums.__call__
+
+    def watched(self: RowSums, *args: Any) -> Tensor | None:
+        sums.append(summed(self, *args))
+        return sums[-1]
+
+    monkeypatch.setattr(RowSums, "__call__", watched)
+    for module in [*modules()[1:2], SmoothQuantLinear.from_float(linear(), 0.04, 9)]:
+
+        def check(module: nn.Module, expected: int) -> None:
+            sums.clear()
+            assert torch.equal(module(x), module(x))
+            assert sums[0] is sums[1] and sums[0] is not None
+            assert torch.equal(sums[0], module.weight.sum(dim=1, dtype=torch.int32))
+            assert int(sums[0][0]) == expected
+
+        first = int(module.weight[0].sum())
+        check(module, first)
+        module.weight[0, 0] += 1
+        check(module, first + 1)
+        check(copy.deepcopy(module), first + 1)
+        check(pickle.loads(pickle.dumps(module)), first + 1)
+        state = module.state_dict()
+        module.weight = module.weight.roll(1, 0).roll(-1, 0)
+        module.weight[0, 0] += 1
+        check(module, first + 2)
+        for assign in (False, True):
+            module.load_state_dict(state, assign=assign)
+            check(module, first + 1)
+        check(module.double().float(), first + 1)
+        with torch.inference_mode():
+            module.weight = module.weight + 0
+            assert module._weight_sum() is None
 
 
 def test_scales_follow_the_device_but_no_dtype() -> None:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import baracuda
+from baracuda import QuantizeKind
 from baracuda.nn import QATLinear, QuantizedLinear, SmoothQuantLinear
+from baracuda.plan import SelectedPlan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 OPTIONS: list[dict[str, Any]] = [
@@ -37,6 +39,27 @@ def trained(options: dict[str, Any], dtype: torch.dtype = torch.float32) -> QATL
         module(torch.randn(16, 300, dtype=dtype)).square().mean().backward()
         optimizer.step()
     return module.eval()
+
+
+def test_a_training_step_computes_each_fake_quantization_once_and_nothing_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[QuantizeKind] = []
+    compute = SelectedPlan.compute
+
+    def watched(self: SelectedPlan, inputs: Any) -> Any:
+        computed.append(self.problem.op)
+        return compute(self, inputs)
+
+    monkeypatch.setattr(SelectedPlan, "compute", watched)
+    module, x = QATLinear.from_float(nn.Linear(24, 10)), torch.randn(3, 24, requires_grad=True)
+    module(x).sum().backward()
+    assert computed == [QuantizeKind.DYNAMIC_FAKE_QUANTIZE] * 2
+    with torch.no_grad():
+        scale, _ = baracuda.choose_qparams(x)
+        expected = baracuda.fake_quantize(x, scale, scope=baracuda.PerToken(), q_min=-127)
+    assert torch.equal(module.activation_fake_quantize(x), expected)
+    torch.testing.assert_close(x.grad, module.weight_fake_quantize(module.weight).detach().sum(0).expand(3, 24))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

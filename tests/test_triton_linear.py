@@ -66,7 +66,8 @@ else:
 
     from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
     from baracuda.backends import activation as activation_recipe
-    from baracuda.backends.triton import hopper_launch, linear, linear_kernels, linear_launch, linear_tune
+    from baracuda.backends.triton import hopper_launch, linear, linear_kernels, linear_tune
+    from baracuda.backends.triton.launch import compile_kernel
     from baracuda.problem import Problem
 
     HOPPER = GPUTarget("cuda", 90, 32)
@@ -180,13 +181,11 @@ else:
         f64, activation, chunk
     ) -> None:
         element = "*fp64" if f64 else "*fp32"
-        names = ("x_ptr", "w_ptr", "out_ptr", "sa", "sw", "bias", "zp", "sum_ptr", "residual_ptr")
-        kinds = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
+        forms = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
         constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
         constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
-        forms, sizes = dict(zip(names, kinds, strict=True)), {"M": 16, "N": 4096, "K": 140000}
-        source = linear_launch.triton_source(linear_kernels.matmul, forms, sizes, constants, True)
-        ptx = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False}).asm["ptx"]
+        sizes = {"M": 16, "N": 4096, "K": 140000}
+        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, constants, 4, HOPPER).asm["ptx"]
         for word in ("fma.rn.f", "div.full", "ex2.approx", ".ftz"):
             assert word not in ptx, word
         assert (f"div.rn.{'f64' if f64 else 'f32'}" in ptx) == (activation != "none")

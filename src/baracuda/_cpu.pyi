@@ -55,6 +55,26 @@ class Plan:
         threads: int,
         /,
     ) -> None: ...
+    def run_learned(
+        self,
+        x: int,
+        x_pitch: int,
+        dy: int,
+        dy_pitch: int,
+        scale: int,
+        scale_code: int,
+        scale_pitch: int,
+        scale_number: float,
+        zero_point: int,
+        zero_point_pitch: int,
+        zero_point_number: int,
+        out: int,
+        grad_scale: int,
+        grad_zero_point: int,
+        workspace: int,
+        threads: int,
+        /,
+    ) -> None: ...
     def run_dynamic(
         self, x: int, x_pitch: int, scale_out: int, zero_point_out: int, out: int, workspace: int, threads: int, /
     ) -> None: ...

@@ -197,11 +197,12 @@ class _Constant(_Formula):
     """A range found in the data counts as a constant."""
 
     def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(*output)
+        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
 
 
 _Constant(QuantizeKind.DYNAMIC_QUANTIZE)
 _Constant(QuantizeKind.CHOOSE_QPARAMS)
+_Constant(QuantizeKind.DYNAMIC_FAKE_QUANTIZE)
 _Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
 _FORMULAS: dict[QuantizeKind, _Formula] = {
     QuantizeKind.FAKE_QUANTIZE: _FakeQuantize(QuantizeKind.FAKE_QUANTIZE),

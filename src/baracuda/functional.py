@@ -146,6 +146,24 @@ def choose_qparams(
     return scale, zero_point
 
 
+def dynamic_fake_quantize(
+    x: Array,
+    *,
+    scope: Scope = PerToken(),
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    dtype: Element = ElementKind.S8,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    scale_dtype: Element | None = None,
+    include_zero: bool = False,
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+) -> Tensor:
+    """What `dynamic_quantize` would make of x, dequantized, in one pass and x's own type. It records no gradient."""
+    x = as_tensor(x, "x").detach()
+    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, key)[-1]
+
+
 def quantized_linear(
     x: Array,
     weight_q: Array,

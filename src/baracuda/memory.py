@@ -1,31 +1,58 @@
-"""Fresh memory for large results on the CPU."""
+"""Memory for large results on the CPU: huge pages, and used again.
+
+The first touch of a page is a trip to the kernel, which clears it. For a result of many pages that costs several times
+what computing the values does with pages of 4 KiB, and as much with huge ones; memory that was touched before costs
+nothing. What is idle is marked as free to take (MADV_FREE), so the system has it back when it needs it.
+"""
 
 from __future__ import annotations
 
-import ctypes
-import sys
+import mmap
+import weakref
 
+import torch
 from torch import Tensor
 
-#: Results from this size on ask for huge pages.
+#: Results from this size on live in memory of this kind.
 LARGE = 2**22
+#: The most bytes that wait to be used again.
+IDLE = 2**30
 
-_PAGE = 4096
-_MADV_HUGEPAGE = 14
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-if _madvise is not None:
-    _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_PAGE = 2**21
+_KNOWN = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
+#: Blocks that wait, the latest last.
+_idle: list[mmap.mmap] = []
 
 
 def on_huge_pages(fresh: Tensor) -> Tensor:
-    """Ask for huge pages under a tensor nobody has written to yet.
+    """Put a tensor nobody has written to yet on huge pages, used before if there are any that wait.
 
-    The first touch of each 4 KiB page is a trip to the kernel, and together those cost several times what computing
-    the values does. Where the system does not know the request, nothing changes.
+    Where the system does not know the requests, nothing changes. The memory comes back here when the last tensor over
+    it is gone; until then it is the tensor's own, though such a tensor cannot be resized to more than it has.
     """
-    if _madvise is not None:
-        start = -(-fresh.data_ptr() // _PAGE) * _PAGE
-        length = (fresh.data_ptr() + fresh.nbytes - start) // _PAGE * _PAGE
-        if length > 0:
-            _madvise(start, length, _MADV_HUGEPAGE)
+    if _KNOWN:
+        view = memoryview(block := _block(-(-fresh.nbytes // _PAGE) * _PAGE))
+        weakref.finalize(view, _release, block).atexit = False
+        storage = torch.frombuffer(view, dtype=torch.uint8, count=fresh.nbytes).untyped_storage()
+        fresh.set_(storage, 0, fresh.shape, fresh.stride())
     return fresh
+
+
+def _block(size: int) -> mmap.mmap:
+    for block in reversed(list(_idle)):
+        if len(block) == size:
+            try:
+                _idle.remove(block)
+            except ValueError:  # another thread has it
+                continue
+            return block
+    block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block.madvise(mmap.MADV_HUGEPAGE)
+    return block
+
+
+def _release(block: mmap.mmap) -> None:
+    block.madvise(mmap.MADV_FREE)
+    _idle.append(block)
+    while sum(map(len, list(_idle))) > IDLE:
+        _idle.pop(0)

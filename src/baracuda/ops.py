@@ -90,8 +90,11 @@ class Operator:
     def __init__(self, op: QuantizeKind) -> None:
         self.op, self.row = op, OPS[op]
         self.inputs = tuple(operand for operand in self.row.operands if not operand.output)
+        only = "output" if op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else ""  # nobody asks for its scales
         self.outputs = tuple(
-            operand for operand in self.row.operands if operand.output and not operand.name.endswith("scratch")
+            operand
+            for operand in self.row.operands
+            if operand.output and not operand.name.endswith("scratch") and operand.name.startswith(only)
         )
         self.arguments = tuple(name for operand in self.inputs for name, _ in _arguments(operand))
         self.name = f"baracuda::{op.value}"

@@ -328,6 +328,9 @@ OPS: dict[QuantizeKind, OpRow] = {
         (_INPUT, _SCALE_OUT, _ZERO_POINT_OUT, Operand("output", _quantized, _stored, output=True)), dynamic=True
     ),
     QuantizeKind.CHOOSE_QPARAMS: OpRow((_INPUT, _SCALE_OUT, _ZERO_POINT_OUT), dynamic=True),
+    QuantizeKind.DYNAMIC_FAKE_QUANTIZE: OpRow(
+        (_INPUT, _SCALE_OUT, _ZERO_POINT_OUT, Operand("output", _float, _whole, output=True)), dynamic=True
+    ),
     QuantizeKind.QUANTIZED_LINEAR: OpRow(
         (
             Operand("activation", _float, _m_k),

@@ -7,6 +7,7 @@ from math import prod
 from typing import ClassVar
 
 from .errors import InvalidProblem
+from .types import SUM_LANES, SUM_STEPS
 
 Shape = tuple[int, ...]
 
@@ -48,6 +49,16 @@ class View:
     @property
     def numel(self) -> int:
         return self.segments * self.segment_length
+
+    @property
+    def sum_lanes(self) -> int:
+        """The lanes of a sum along the run: fewer where so many neighbouring segments are summed side by side."""
+        return max(8, SUM_LANES >> max(0, self.inner - 1).bit_length())
+
+    @property
+    def sum_blocks(self) -> int:
+        """The blocks that a sum cuts each run into."""
+        return -(-self.run // (self.sum_lanes * SUM_STEPS))
 
 
 class Scope:

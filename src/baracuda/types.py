@@ -12,6 +12,9 @@ from .errors import InvalidProblem
 #: The largest magnitude of a zero point: `q - zero_point` stays an exact f32 integer for every 8-bit q.
 MAX_ZERO_POINT = 2**24 - 256
 
+#: How sums of floats are cut: so many lanes, each adding up so many values of a block.
+SUM_LANES, SUM_STEPS = 1024, 8
+
 
 class _Member(Enum):
     """Members are singletons, so identity hashes them; Enum's own hash is a Python call on the path of every run."""
@@ -105,6 +108,7 @@ class QuantizeKind(_Member):
     FAKE_QUANTIZE_LEARNED_BACKWARD = "fake_quantize_learned_backward"
     DYNAMIC_QUANTIZE = "dynamic_quantize"
     CHOOSE_QPARAMS = "choose_qparams"
+    DYNAMIC_FAKE_QUANTIZE = "dynamic_fake_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
 

@@ -57,12 +57,43 @@ def test_an_exported_model_runs_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("layouts", [LAYOUTS, LARGE_LAYOUTS], ids=["small", "large"])
-def test_the_learned_backward_agrees_with_the_reference_and_with_itself(layouts: Any) -> None:
+def test_the_learned_backward_has_the_bits_of_the_reference(layouts: Any) -> None:
     for p in problems(layouts):
-        first = run_learned(p, BackendKind.TRITON, DEVICE)
-        assert_alike(p, first, run_learned(p, BackendKind.REFERENCE))
-        again = run_learned(p, BackendKind.TRITON, DEVICE)
-        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(first, again, strict=True)), p
+        assert_alike(p, run_learned(p, BackendKind.TRITON, DEVICE), run_learned(p, BackendKind.REFERENCE))
+
+
+def test_a_training_step_launches_one_kernel_more_for_each_fake_quantization() -> None:
+    """Forward finds the range and rounds in one pass; backward lets the gradient through and launches nothing."""
+    torch.manual_seed(3)
+    x = torch.randn(64, 256, device=DEVICE, requires_grad=True)
+    linear = nn.Linear(256, 128, device=DEVICE)
+
+    def kernels(module: nn.Module) -> int:
+        module(x).sum().backward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+            module(x).sum().backward()
+        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in watched.events())
+
+    assert kernels(QATLinear.from_float(linear)) == kernels(linear) + 2
+
+
+class Foreign:
+    """An array of nobody's: all that can be said to it is DLPack."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self._tensor.__dlpack_device__()
+
+
+def test_anything_that_speaks_dlpack_comes_in_without_a_copy() -> None:
+    x = torch.randn(4, 8, device=DEVICE)
+    assert baracuda.arrays.as_tensor(Foreign(x), "x").data_ptr() == x.data_ptr()
+    assert torch.equal(baracuda.dynamic_quantize(Foreign(x)).q, baracuda.dynamic_quantize(x).q)
 
 
 @pytest.mark.parametrize("scope", SCOPES, ids=str)
@@ -77,8 +108,8 @@ def test_fake_quantize_trains_with_the_gradients_of_the_cpu(strategy: Any, scope
         y = module(leaf)
         y.backward(dy.to(device))
         results.append([y.detach().cpu(), leaf.grad.cpu(), *(p.grad.cpu() for p in module.parameters())])
-    for exact, (a, b) in enumerate(zip(*results, strict=True)):
-        assert torch.equal(a, b) if exact < 2 else torch.allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -115,7 +146,7 @@ def test_numpy_arrays_come_in_without_a_copy() -> None:
 
 
 def test_cupy_arrays_come_in_without_a_copy() -> None:
-    cupy = pytest.importorskip("cupy")
+    cupy = pytest.importorskip("cupy", reason="needs CuPy")
     x = cupy.random.standard_normal((4, 8)).astype(cupy.float32)
     tensor = baracuda.arrays.as_tensor(x, "x")
     assert tensor.is_cuda and tensor.data_ptr() == x.data.ptr
@@ -124,7 +155,7 @@ def test_cupy_arrays_come_in_without_a_copy() -> None:
 
 
 def test_jax_arrays_come_in_without_a_copy() -> None:
-    jax = pytest.importorskip("jax")
+    jax = pytest.importorskip("jax", reason="needs JAX")
     if jax.default_backend() != "gpu":
         pytest.skip("this jax has no GPU")
     x = jax.random.normal(jax.random.key(0), (4, 8))
@@ -136,14 +167,15 @@ def test_jax_arrays_come_in_without_a_copy() -> None:
 # -- overhead ----------------------------------------------------------------------------------------------------
 
 
-def microseconds(call: Callable[[], object], calls: int = 2000) -> float:
-    best = float("inf")
-    for _ in range(5):
+def microseconds(call: Callable[[], object], seconds: float = 2.0) -> float:
+    """The host time of a call: the least of many short batches, so that neighbours on the same cores do not count."""
+    best, end = float("inf"), time.perf_counter() + seconds
+    while time.perf_counter() < end:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for _ in range(calls):
+        for _ in range(50):
             call()
-        best = min(best, (time.perf_counter() - start) / calls * 1e6)
+        best = min(best, (time.perf_counter() - start) / 50 * 1e6)
     torch.cuda.synchronize()
     return best
 

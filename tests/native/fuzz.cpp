@@ -114,7 +114,7 @@ void build(Case& c) {
     const int64_t n = p.view.numel(), segments = p.view.segments(), lines = n / p.last, wide = p.last + upto(1) * 3;
     const int64_t size = bytes_of(p.element);
     c.dynamic = p.op >= DYNAMIC_QUANTIZE;
-    c.buffers.reserve(8);
+    c.buffers.reserve(9);
     auto add = [&](int64_t bytes) -> Buffer& {
         c.buffers.emplace_back(bytes);
         return c.buffers.back();
@@ -125,7 +125,7 @@ void build(Case& c) {
     } else if (p.op != DEQUANTIZE_BACKWARD) {
         c.job.x = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
     }
-    if (p.op >= QUANTIZE_BACKWARD && p.op <= FAKE_QUANTIZE_BACKWARD)
+    if (p.op >= QUANTIZE_BACKWARD && p.op <= FAKE_QUANTIZE_LEARNED_BACKWARD)
         c.job.dy = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
     if (c.dynamic) {
         Buffer& scale = add(segments * bytes_of(p.scale_element));
@@ -150,6 +150,16 @@ void build(Case& c) {
         c.job.out = rows(out, p.last, p.last, true);
         c.outputs.push_back(&out);
     }
+    if (p.op == FAKE_QUANTIZE_LEARNED_BACKWARD) {
+        Buffer& grad_scale = add(segments * (p.element == F64 ? 8 : 4));
+        Buffer& grad_zero_point = add(segments * (p.element == F64 ? 8 : 4));
+        const int64_t units = sum_units(p.view);
+        c.job.grad_scale = grad_scale.data.get();
+        c.job.grad_zero_point = grad_zero_point.data.get();
+        c.job.sums = reinterpret_cast<double*>(add(units > 1 ? units * segments * 16 : 0).data.get());
+        c.outputs.push_back(&grad_scale);
+        c.outputs.push_back(&grad_zero_point);
+    }
     c.job.stream = upto(1);
 }
 
@@ -160,7 +170,10 @@ std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, b
         auto part = [&](int64_t i, int64_t of) { body(c.job, i, of); };
         share_out(threads, part);
     };
-    if (!c.dynamic) {
+    if (c.job.p.op == FAKE_QUANTIZE_LEARNED_BACKWARD) {
+        each(k->learn);
+        if (sum_units(v) > 1) each(k->total);
+    } else if (!c.dynamic) {
         each(k->elementwise);
     } else if (fused) {
         each(k->fused_range);
@@ -171,7 +184,7 @@ std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, b
         }
         each(k->reduce);
         each(k->finish);
-        if (c.job.p.op == DYNAMIC_QUANTIZE) each(k->elementwise);
+        if (c.job.p.op != CHOOSE_QPARAMS) each(k->elementwise);
     }
     std::vector<std::vector<char>> results;
     for (Buffer* out : c.outputs) results.push_back(out->copy());

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from ..packing import pack_int4, unpack_int4
 from ..problem import Problem, activation_problem
-from ..types import MAX_ZERO_POINT, Arithmetic, BackendKind, DynamicRangeMode, QuantizeKind
+from ..scope import View
+from ..types import (
+    MAX_ZERO_POINT,
+    SUM_LANES,
+    SUM_STEPS,
+    Arithmetic,
+    BackendKind,
+    DynamicRangeMode,
+    QuantizeKind,
+)
 from .activation import activated
 from .registry import Kernel, Launch, Value
 
@@ -50,16 +59,44 @@ def in_range(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> Tensor
     return (low <= t) & (t <= high)
 
 
-def learned_slopes(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
-    """How y = (q - zero_point) * scale moves with the scale and the zero point, where rounding passes straight through.
+def learned_slope(x: Tensor, scale: Tensor, zero_point: Tensor, p: Problem) -> Tensor:
+    """How y = (q - zero_point) * scale moves with the scale, where rounding passes straight through.
 
-    In range that is t - x / scale, and nothing; clamped, it is the bound reached, and -scale.
+    In range that is t - x / scale; clamped, it is the bound reached.
     """
     low, high = bounds(zero_point, p)
     ratio = divide(x, scale, p.arithmetic)
     t = torch.round(ratio)
-    inside, bound = in_range(x, scale, zero_point, p), torch.where(t > high, high, low)
-    return torch.where(inside, t - ratio, bound), torch.where(inside, 0.0, -scale)
+    return torch.where(in_range(x, scale, zero_point, p), t - ratio, torch.where(t > high, high, low))
+
+
+def segment_sums(values: Tensor, view: View) -> Tensor:
+    """The sum of each segment, as `[rows, 1, inner]`, in the one order that every backend keeps.
+
+    Each run is cut into blocks, and the sums of all blocks of a segment, in memory order, are added up as one more.
+    """
+    blocks = block_sums(values.movedim(2, 0), view.sum_lanes, SUM_STEPS)
+    units = blocks.movedim(0, 1).reshape(view.repeat * len(blocks), view.rows, 1, view.inner)
+    return block_sums(units, SUM_LANES, max(1, -(-len(units) // SUM_LANES)))[0]
+
+
+def block_sums(values: Tensor, lanes: int, steps: int) -> Tensor:
+    """The sums of blocks of lanes * steps values along the first axis.
+
+    Each lane adds up every lanes-th value of its block, from zero and in order; then the upper half of the lanes is
+    added to the lower half until one is left.
+    """
+    blocks = max(1, -(-len(values) // (lanes * steps)))
+    padded = values.new_zeros(blocks * lanes * steps, *values.shape[1:])
+    padded[: len(values)] = values
+    padded = padded.view(blocks, steps, lanes, *values.shape[1:])
+    sums = torch.zeros_like(padded[:, 0])
+    for step in range(steps):
+        sums = sums + padded[:, step]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    return sums[:, 0]
 
 
 def dequantize(q: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -162,6 +199,9 @@ class _Seen:
     def write_float(self, y: Tensor, out: Value) -> None:
         cast(Tensor, out).copy_(canonical(y.to(self.p.element.dtype)).view(self.p.shape))
 
+    def write_sums(self, total: Tensor, out: Value) -> None:
+        cast(Tensor, out).copy_(canonical(total.to(self.math)).view(self.p.segment_shape))
+
     def write_integer(self, q: Tensor, out: Value) -> None:
         q = q.view(self.p.shape)
         cast(Tensor, out).copy_(pack_int4(q, self.p.quantized) if self.p.quantized.is_packed else q)
@@ -205,14 +245,15 @@ def _fake_quantize_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
 
 
 def _fake_quantize_learned_backward(see: _Seen, operands: tuple[Value, ...]) -> None:
-    """Products are exact in f64 and summed there, so only the last bit of a sum can depend on its order."""
-    x, dy, s, zp, dx, *sums = operands
-    scale, zero_point, grad = see.scale(s), see.zero_point(zp), see.float(dy)
+    """To the scale, the sum of dy * slope; to the zero point, -scale times the sum of the dy that were clamped away."""
+    x, dy, s, zp, dx, grad_scale, grad_zero_point = operands
+    scale, zero_point, grad = see.scale(s), see.zero_point(zp), see.float(dy).to(torch.float64)
     _fake_quantize_backward(see, (x, dy, s, zp, dx))
-    for slope, out in zip(learned_slopes(see.float(x), scale, zero_point, see.p), sums, strict=True):
-        product = torch.where(slope == 0, 0.0, grad.to(torch.float64) * slope.to(torch.float64))
-        total = product.expand(see.view.shape).sum(dim=(0, 2)).to(see.math)
-        cast(Tensor, out).copy_(canonical(total).view(see.p.segment_shape))
+    slope = learned_slope(see.float(x), scale, zero_point, see.p).to(torch.float64)
+    see.write_sums(segment_sums(torch.where(slope == 0, 0.0, grad * slope), see.view), grad_scale)
+    lost = torch.where(in_range(see.float(x), scale, zero_point, see.p), 0.0, grad)
+    total = segment_sums(lost, see.view)
+    see.write_sums(torch.where(total == 0, 0.0, -scale.to(torch.float64) * total), grad_zero_point)
 
 
 def _dynamic_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
@@ -225,6 +266,14 @@ def _dynamic_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
 def _choose_qparams(see: _Seen, operands: tuple[Value, ...]) -> None:
     x, scale_out, zero_point_out = operands
     _write_qparams(see.p, *choose_qparams(see.float(x), see.p), scale_out, zero_point_out)
+
+
+def _dynamic_fake_quantize(see: _Seen, operands: tuple[Value, ...]) -> None:
+    x, scale_out, zero_point_out, output = operands
+    stored, zero_point = choose_qparams(see.float(x), see.p)
+    scale = stored.to(see.math)
+    see.write_float(dequantize(quantize(see.float(x), scale, zero_point, see.p), scale, zero_point), output)
+    _write_qparams(see.p, stored, zero_point, scale_out, zero_point_out)
 
 
 def _write_qparams(p: Problem, scale: Tensor, zero_point: Tensor, scale_out: Value, zero_point_out: Value) -> None:
@@ -290,6 +339,7 @@ _BODIES: dict[QuantizeKind, Body] = {
     QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD: _fake_quantize_learned_backward,
     QuantizeKind.DYNAMIC_QUANTIZE: _dynamic_quantize,
     QuantizeKind.CHOOSE_QPARAMS: _choose_qparams,
+    QuantizeKind.DYNAMIC_FAKE_QUANTIZE: _dynamic_fake_quantize,
     QuantizeKind.QUANTIZED_LINEAR: _quantized_linear,
     QuantizeKind.SMOOTHQUANT_LINEAR: _smoothquant_linear,
 }

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..autograd import straight_through
 from ..descriptors import Element
 from ..errors import InvalidProblem
-from ..functional import choose_qparams, dynamic_range, fake_quantize, member
+from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize, member
 from ..scope import PerTensor, PerToken, Scope, Shape
 from ..types import Arithmetic, DynamicRangeMode, ElementKind
 from .observers import MinMax, Observer
@@ -77,12 +77,22 @@ class FakeQuantize(nn.Module):
             self.register_buffer("zero_point", zeros.to(torch.int32) if asymmetric else None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.strategy == "dynamic" and not self.enabled:
+            return x
+        recorded = x.requires_grad and torch.is_grad_enabled()
+        passes_all = self._clips_nothing or not recorded
+        if passes_all and self._stores_scales_of(x):
+            y = dynamic_fake_quantize(x, scope=self.scope, **self._range_options())
+            return straight_through(x, y) if recorded else y
         scale, zero_point = self.qparams(x)
         if not self.enabled:
             return x
-        if self._clips_nothing and x.requires_grad and torch.is_grad_enabled():
-            return straight_through(x, self._fake_quantize(x.detach(), scale, zero_point, 1.0))
         return self._fake_quantize(x, scale, zero_point, self._grad_factor(x) if self.strategy == "learned" else 1.0)
+
+    def _stores_scales_of(self, x: Tensor) -> bool:
+        """Whether one kernel can find the scales and use them: they are not rounded in between."""
+        stored = x.dtype if x.dtype is torch.float64 else torch.float32
+        return self.strategy == "dynamic" and self.scale_dtype in (None, stored)
 
     @property
     def _clips_nothing(self) -> bool:
@@ -136,17 +146,18 @@ class FakeQuantize(nn.Module):
             self.zero_point.copy_(zero_point)
 
     def _choose(self, x: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
-        scale, zero_point = choose_qparams(
-            x,
-            scope=scope,
-            mode=self.mode,
-            dtype=self.element,
-            q_min=self.q_min,
-            q_max=self.q_max,
-            include_zero=self.include_zero and self.mode is DynamicRangeMode.ASYMMETRIC,
-            arithmetic=self.arithmetic,
-        )
+        scale, zero_point = choose_qparams(x, scope=scope, **self._range_options())
         return (scale if self.scale_dtype is None else scale.to(self.scale_dtype)), zero_point
+
+    def _range_options(self) -> dict[str, Any]:
+        return {
+            "mode": self.mode,
+            "dtype": self.element,
+            "q_min": self.q_min,
+            "q_max": self.q_max,
+            "include_zero": self.include_zero and self.mode is DynamicRangeMode.ASYMMETRIC,
+            "arithmetic": self.arithmetic,
+        }
 
     def _grad_factor(self, x: Tensor) -> float:
         if self.grad_factor is not None:

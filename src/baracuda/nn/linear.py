@@ -21,6 +21,7 @@ from ..functional import (
 from ..problem import packed_shape
 from ..scope import PerChannel
 from ..types import FLOATS, DynamicRangeMode, ElementKind
+from .row_sums import RowSums
 
 
 class IntegerLinear(nn.Module):
@@ -44,12 +45,18 @@ class IntegerLinear(nn.Module):
         bias: bool = True,
         *,
         weight_element: Element = ElementKind.S8,
+        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        activation: Element = ElementKind.S8,
+        q_min: int | None = None,
+        q_max: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.weight_element = ElementKind.of(weight_element)
+        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
+        self.q_min, self.q_max = self._range(q_min, q_max)
         if self.weight_element not in (ElementKind.S8, ElementKind.S4):
             raise Unsupported(f"weight_element: expected s8 or s4, got {self.weight_element.value}")
         stored = packed_shape((out_features, in_features), self.weight_element)
@@ -57,6 +64,18 @@ class IntegerLinear(nn.Module):
         self.register_buffer("weight_scale", torch.ones(out_features, 1, dtype=torch.float32, device=device))
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
+        self._row_sums = RowSums()
+
+    def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
+        """The range of the activations: that of their type where nothing is said."""
+        kind = self.activation
+        return kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
+
+    @classmethod
+    def _sized_as(cls, linear: nn.Linear, **options: Any) -> Self:
+        require_linear(linear)
+        has_bias = linear.bias is not None
+        return cls(linear.in_features, linear.out_features, has_bias, device=linear.weight.device, **options)
 
     def _take(self, linear: nn.Linear, weight_scale: Tensor | None = None) -> Self:
         """Fill from a float linear, its weight quantized per output channel over a symmetric range."""
@@ -77,6 +96,12 @@ class IntegerLinear(nn.Module):
         kind = self.weight_element
         size = self.in_features if kind.is_packed else None
         return dequantize(self.weight, self.weight_scale, scope=PerChannel(0), element=kind, dtype=dtype, size=size)
+
+    def _weight_sum(self) -> Tensor | None:
+        """Spares calls with activations that are not centred on zero, or not signed, a pass over the weight."""
+        if self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8:
+            return None
+        return self._row_sums(self.weight, self.weight_element, self.in_features)
 
     def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
         """The kernels take f32 or the type of the result."""
@@ -114,12 +139,10 @@ class IntegerLinear(nn.Module):
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
-    def _describe(self) -> list[str]:
-        parts = [f"in_features={self.in_features}", f"out_features={self.out_features}"]
-        return [*parts, f"bias={self.bias is not None}", f"weight={self.weight_element.value}"]
-
     def extra_repr(self) -> str:
-        return ", ".join(self._describe())
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        kinds = f"weight={self.weight_element.value}, activation={self.activation.value}[{self.q_min}, {self.q_max}]"
+        return f"{sizes}, {kinds}, mode={self.mode.value}"
 
 
 class QuantizedLinear(IntegerLinear):
@@ -129,23 +152,8 @@ class QuantizedLinear(IntegerLinear):
     as `nn.Linear` does. Gradients reach x and bias; they pass straight through the rounding of the activations.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        weight_element: Element = ElementKind.S8,
-        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
-        activation: Element = ElementKind.S8,
-        q_min: int | None = None,
-        q_max: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, weight_element=weight_element, device=device, dtype=dtype)
-        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
-        self.q_min, self.q_max = dynamic_range(self.activation, self.mode, q_min, q_max)
+    def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
+        return dynamic_range(self.activation, self.mode, q_min, q_max)
 
     @classmethod
     def from_float(cls, linear: nn.Linear, *, weight_scale: Tensor | None = None, **options: Any) -> Self:
@@ -153,10 +161,7 @@ class QuantizedLinear(IntegerLinear):
 
         `weight_scale`, one per output channel, stands in for the scales of the weight's own range.
         """
-        require_linear(linear)
-        weight = linear.weight
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device=weight.device, **options)
-        return made._take(linear, weight_scale)
+        return cls._sized_as(linear, **options)._take(linear, weight_scale)
 
     def forward(self, x: Tensor) -> Tensor:
         x = under_autocast(x)
@@ -168,13 +173,10 @@ class QuantizedLinear(IntegerLinear):
             mode=self.mode,
             dtype=self.activation,
             weight_element=self.weight_element,
+            weight_sum=self._weight_sum(),
             q_min=self.q_min,
             q_max=self.q_max,
         )
-
-    def _describe(self) -> list[str]:
-        activation = f"activation={self.activation.value}[{self.q_min}, {self.q_max}]"
-        return [*super()._describe(), activation, f"mode={self.mode.value}"]
 
 
 class SmoothQuantLinear(IntegerLinear):
@@ -194,18 +196,11 @@ class SmoothQuantLinear(IntegerLinear):
         out_features: int,
         bias: bool = True,
         *,
-        weight_element: Element = ElementKind.S8,
-        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
-        activation: Element = ElementKind.S8,
-        q_min: int | None = None,
-        q_max: int | None = None,
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, bias, weight_element=weight_element, device=device, dtype=dtype)
-        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
-        self.q_min = self.activation.q_min if q_min is None else q_min
-        self.q_max = self.activation.q_max if q_max is None else q_max
+        super().__init__(in_features, out_features, bias, dtype=dtype, **options)
+        device = self.weight.device
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         self.register_buffer("input_scale", torch.ones(1, dtype=torch.float32, device=device))
         zero = torch.zeros(1, dtype=self.activation.dtype, device=device)
@@ -222,11 +217,9 @@ class SmoothQuantLinear(IntegerLinear):
         **options: Any,
     ) -> Self:
         """Quantize a float linear whose inputs have the given scale; a zero point makes it asymmetric."""
-        require_linear(linear)
         mode = DynamicRangeMode.SYMMETRIC if input_zero_point is None else DynamicRangeMode.ASYMMETRIC
-        weight, bias = linear.weight, linear.bias is not None
-        options = {"mode": mode, "dtype": weight.dtype, **options}
-        made = cls(linear.in_features, linear.out_features, bias, device=weight.device, **options)
+        require_linear(linear)
+        made = cls._sized_as(linear, **{"mode": mode, "dtype": linear.weight.dtype, **options})
         made.input_scale = one_value(input_scale, "input_scale", made.input_scale)
         if input_zero_point is not None and made.input_zero_point is not None:
             made.input_zero_point = one_value(input_zero_point, "input_zero_point", made.input_zero_point)
@@ -247,6 +240,7 @@ class SmoothQuantLinear(IntegerLinear):
             act_zero_point=self.input_zero_point,
             dtype=dtype,
             weight_element=self.weight_element,
+            weight_sum=self._weight_sum(),
         )
 
     def quantize_input(self, x: Tensor) -> Tensor:
@@ -254,9 +248,6 @@ class SmoothQuantLinear(IntegerLinear):
         return quantize(
             x, self.input_scale, self.input_zero_point, dtype=self.activation, q_min=self.q_min, q_max=self.q_max
         )
-
-    def _describe(self) -> list[str]:
-        return [*super()._describe(), f"activation={self.activation.value}", f"mode={self.mode.value}"]
 
 
 def require_linear(module: nn.Module) -> None:

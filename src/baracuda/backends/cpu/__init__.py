@@ -56,8 +56,10 @@ _ELEMENTWISE = frozenset(
         QuantizeKind.QUANTIZE_BACKWARD,
         QuantizeKind.DEQUANTIZE_BACKWARD,
         QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+        QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
         QuantizeKind.DYNAMIC_QUANTIZE,
         QuantizeKind.CHOOSE_QPARAMS,
+        QuantizeKind.DYNAMIC_FAKE_QUANTIZE,
     }
 )
 _LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})

@@ -28,8 +28,10 @@ _OPS = {
             QuantizeKind.QUANTIZE_BACKWARD,
             QuantizeKind.DEQUANTIZE_BACKWARD,
             QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+            QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD,
             QuantizeKind.DYNAMIC_QUANTIZE,
             QuantizeKind.CHOOSE_QPARAMS,
+            QuantizeKind.DYNAMIC_FAKE_QUANTIZE,
         )
     )
 }
@@ -57,7 +59,7 @@ def native_plan(p: Problem) -> _cpu.Plan:
 
 
 def workspace(p: Problem) -> int:
-    return native_plan(p).workspace() if OPS[p.op].dynamic else 0
+    return native_plan(p).workspace()
 
 
 def threads_for(elements: int) -> int:
@@ -72,6 +74,8 @@ def pitch(value: Tensor) -> int:
 def bind(p: Problem) -> Launch:
     if OPS[p.op].dynamic:
         return _bind_dynamic(p)
+    if p.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
+        return _bind_learned(p)
     if len(OPS[p.op].operands) == 5:
         return _bind_backward(p)
     return _bind_forward(p)
@@ -110,9 +114,27 @@ def _bind_backward(p: Problem) -> Launch:
     return launch
 
 
+def _bind_learned(p: Problem) -> Launch:
+    plan, numel = native_plan(p), p.view.numel
+    run, works = plan.run_learned, plan.workspace() > 0
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        x, dy = cast("tuple[Tensor, Tensor]", operands[:2])
+        s, code, s_pitch, number = _scale(operands[2])
+        z, z_pitch, integer = _zero_point(operands[3])
+        dx, grad_scale, grad_zero_point = cast("tuple[Tensor, Tensor, Tensor]", operands[4:])
+        run(
+            x.data_ptr(), pitch(x), dy.data_ptr(), pitch(dy), s, code, s_pitch, number, z, z_pitch, integer,
+            dx.data_ptr(), grad_scale.data_ptr(), grad_zero_point.data_ptr(),
+            cast(Tensor, workspace).data_ptr() if works else 0, threads_for(numel),
+        )  # fmt: skip
+
+    return launch
+
+
 def _bind_dynamic(p: Problem) -> Launch:
     plan, numel = native_plan(p), p.view.numel
-    run, quantizes, works = plan.run_dynamic, p.op is QuantizeKind.DYNAMIC_QUANTIZE, plan.workspace() > 0
+    run, writes, works = plan.run_dynamic, p.op is not QuantizeKind.CHOOSE_QPARAMS, plan.workspace() > 0
 
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         x, scale_out, zero_point_out = cast("tuple[Tensor, Tensor, Tensor | None]", operands[:3])
@@ -121,7 +143,7 @@ def _bind_dynamic(p: Problem) -> Launch:
             pitch(x),
             scale_out.data_ptr(),
             0 if zero_point_out is None else zero_point_out.data_ptr(),
-            cast(Tensor, operands[3]).data_ptr() if quantizes else 0,
+            cast(Tensor, operands[3]).data_ptr() if writes else 0,
             cast(Tensor, workspace).data_ptr() if works else 0,
             threads_for(numel),
         )

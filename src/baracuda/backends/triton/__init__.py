@@ -97,7 +97,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="dynamic",
         backend=BackendKind.TRITON,
-        ops=frozenset({QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS}),
+        ops=frozenset({QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE}),
         declines=declines,
         bind=_bind_dynamic,
         workspace=_dynamic_workspace,

@@ -51,7 +51,7 @@ def _partials(problem: Problem, config: tune.Range) -> int:
 
 def _one_kernel(problem: Problem, config: tune.Range, device: torch.device, sources: Sources) -> Launch:
     # Where packed pairs do not line up, the kernel finds the scales and another one writes.
-    apart = bool(packed(problem)) and not pairs_line_up(problem)
+    apart = bool(_packed(problem)) and not pairs_line_up(problem)
     whole = whole_step(problem, config, device).bound(*sources[:3], None if apart else sources[3])
     return in_turn(whole, *_then_quantize(problem, device, sources)) if apart else whole
 
@@ -73,7 +73,7 @@ def _two_stages(problem: Problem, config: tune.Range, device: torch.device, sour
 def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
     """The kernel that holds or re-reads whole segments."""
     view, tile = problem.view, config.tile
-    constants = _dynamic(problem) | {"PACKED": packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
+    constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
     constants |= {"VECTOR": tile.vector or (16 // problem.element.dtype.itemsize if constants["PACKED"] else 0)}
     if config.schedule is Schedule.BLOCKS:
         blocks = blocks_of(view.inner, tile.columns)
@@ -130,7 +130,7 @@ def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> 
     if problem.op is QuantizeKind.CHOOSE_QPARAMS:
         return []
     static = Problem(
-        QuantizeKind.QUANTIZE,
+        QuantizeKind.FAKE_QUANTIZE if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else QuantizeKind.QUANTIZE,
         problem.shape,
         problem.element,
         problem.quantized,
@@ -141,6 +141,11 @@ def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> 
     )
     step = elementwise_step(static, device, again=True)
     return [] if step is None else [bound_forward(step, *sources)]
+
+
+def _packed(problem: Problem) -> int:
+    """How pairs are packed; the output of a fake-quantization holds none."""
+    return 0 if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else packed(problem)
 
 
 def _dynamic(problem: Problem) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from .numerics import (
     larger,
     largest,
     loop_bound,
+    narrow,
     ordered,
     prepare_positive,
     quantize_steps,
@@ -29,6 +30,7 @@ from .numerics import (
     smallest,
     step_bits,
     step_rest,
+    step_value,
     unordered,
     widen,
 )
@@ -100,14 +102,22 @@ def quantize_tile(
     COLS: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Quantize x, [LINES, COLS] in the math type, and store it."""
+    """Quantize x, [LINES, COLS] in the math type, and store it; as floats again where the output holds floats."""
     divisor, reciprocal, factor = prepare_positive(scale, RECIPROCAL, F64)
     low, high, shift = bounds(0 if SYMMETRIC else zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
     m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, HELD, F64)
-    rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
-    bits = step_bits(m, F64)
-    per_column: tl.constexpr = PER_COLUMN and not SYMMETRIC
-    store_quantized(out_ptr, bits, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if dtype.is_floating():
+        columns = column + lanes(COLS, VECTOR)[None, :]
+        mask = valid & (columns < width) if MASKED else None
+        tl.store(out_ptr + start + columns, narrow(step_value(m, shift, F64) * scale, dtype, True), mask=mask)
+    else:
+        rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
+        bits = step_bits(m, F64)
+        per_column: tl.constexpr = PER_COLUMN and not SYMMETRIC
+        store_quantized(
+            out_ptr, bits, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR
+        )
 
 
 @triton.jit
