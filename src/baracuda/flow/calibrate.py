@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def batches(sequences: list[Tensor]) -> list[Tensor]:
     return [torch.stack(batch) for batch in made]
 
 
+def channel_maximum(x: Tensor) -> Tensor:
+    """max |x| of each column, NaN where there is one, in the type of x: every maximum is one of its values."""
+    if x.device.type == "cuda":
+        largest: Tensor = torch.linalg.vector_norm(x, math.inf, 0)  # one kernel, where launches are what costs
+        return largest
+    return torch.maximum(x.amax(0), x.amin(0).neg_())  # many times faster than the norm on a CPU
+
+
 class Observer:
     """Hooks on linears, one for each distinct input. Holds a maximum per channel, and a few rows when asked to."""
 
@@ -70,10 +79,9 @@ class Observer:
 
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1])
-            # Two plain reductions: many times faster than the norm torch has for this.
-            largest = torch.maximum(x.amax(0), -x.amin(0)).float()
+            largest = channel_maximum(x)
             known = self.maxima.get(weight)
-            self.maxima[weight] = largest if known is None else torch.maximum(known, largest)
+            self.maxima[weight] = largest if known is None else torch.maximum(known, largest, out=known)
             if self.keep_rows and self.batch < KEPT_BATCHES:
                 step = max(1, x.shape[0] // KEPT_ROWS)
                 self.rows[weight][self.batch] = x[::step][:KEPT_ROWS].float().cpu()
@@ -93,7 +101,7 @@ class Observer:
             everyone = [part for part in team.gather(None if mine is None else mine.cpu()) if part is not None]
             if not everyone:
                 continue
-            largest = torch.stack(everyone).amax(0)
+            largest = torch.stack(everyone).amax(0).float()
             if not bool(torch.isfinite(largest).all()):
                 raise FlowError(f"calibration: the input of {group[0]} holds NaN or infinite values")
             kept: dict[int, Tensor] = {}

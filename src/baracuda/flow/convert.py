@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -257,12 +258,19 @@ def quantize_checkpoint(
             out,
             options,
             ranks,
-            resolve_device(device),
+            _own_device(device),
             progress or (lambda stage, done, total, label: None),
             Path(calibration) if calibration is not None else None,
             Path(evaluation) if evaluation is not None else None,
         )
         return run.go(resume=resume)
+
+
+def _own_device(device: torch.device | str) -> torch.device:
+    """The device of this rank: under torchrun, "cuda" is a GPU each."""
+    if str(device) == "cuda" and (rank := os.environ.get("LOCAL_RANK")) is not None and torch.cuda.is_available():
+        device = torch.device("cuda", int(rank) % torch.cuda.device_count())
+    return resolve_device(device)
 
 
 def is_complete(out: Path) -> bool:
