@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import baracuda
-from baracuda.flow import FlowError, quantize_checkpoint
+from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.packed import PackedLinear
 from baracuda.flow.structure import quiet
 from baracuda.nn import QuantizedLinear, SmoothQuantLinear
@@ -146,8 +146,26 @@ def test_an_ignore_that_leaves_some_experts_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_without_linears_of_the_format_is_refused_with_the_reason(tmp_path: Path) -> None:
     models.save("gpt2", tmp_path / "model")
-    with pytest.raises(FlowError, match=r"nothing to quantize.*Conv1D"):
+    with pytest.raises(FlowError, match=r"nothing to quantize\. transformer\.h\.0\.attn\.c_attn and 7 more: a Conv1D"):
         quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+
+
+def test_conv1d_beside_a_linear_stays_float_and_is_named(tmp_path: Path) -> None:
+    """GPT-2 with a classifier: its one nn.Linear is quantized, and transformers reads the rest as it was."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**models.CONFIGS["gpt2"][1], num_labels=16)
+    model = transformers.GPT2ForSequenceClassification(config).eval()
+    with quiet():
+        model.save_pretrained(tmp_path / "model")
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
+    assert [layer["name"] for layer in report["layers"]] == ["score"] and len(reasons) == 8
+    assert "Conv1D" in reasons["transformer.h.1.mlp.c_fc"] and verify(tmp_path / "out", tmp_path / "model") == []
+    ours, theirs = baracuda.load(tmp_path / "out"), decompressed(model, tmp_path / "out", torch.float32)
+    x = models.prompt()[:1]
+    with torch.no_grad():
+        exact, mine, yours = (m(x).logits for m in (model, ours, theirs))
+    assert models.relative(exact, mine) < 0.05 and models.relative(exact, yours) < 0.05
 
 
 def test_a_float_checkpoint_is_not_loaded_as_a_quantized_one(llama: tuple[torch.nn.Module, Path]) -> None:

@@ -17,6 +17,8 @@ from .tensorfile import TensorFile
 
 #: Sequences of one length that go through the model together. Fixed, so that the ranks of a team see the same batches.
 BATCH = 8
+#: What calibration and evaluation read.
+SUFFIXES = (".txt", ".jsonl", ".safetensors")
 #: Rows of each layer's input kept for alpha="auto": this many of each of the first batches.
 KEPT_ROWS, KEPT_BATCHES = 32, 8
 
@@ -26,8 +28,6 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
 
     `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token.
     """
-    if not path.is_file():
-        raise FlowError(f"{path}: no such file; expected .txt, .jsonl or .safetensors")
     if path.suffix == ".safetensors":
         return _read_tokens(path)[:samples]
     texts = _read_texts(path)
@@ -41,7 +41,21 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
         if len(tokens) >= samples * length:
             break
     cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
-    return [block for block in cut if len(block) > 1][:samples]
+    long_enough = [block for block in cut if len(block) > 1][:samples]
+    if not long_enough:
+        raise FlowError(f"{path}: its texts make {len(tokens)} tokens, too few for one sequence")
+    return long_enough
+
+
+def require_data(path: Path) -> None:
+    """Raise unless this can be a file of texts or tokens: before a run begins, not when it gets there."""
+    if path.suffix not in SUFFIXES or not path.is_file():
+        what = "no such file" if not path.exists() else "not a file" if not path.is_file() else "another kind of file"
+        raise FlowError(f"{path}: {what}; expected texts (.txt, a sample a line, or .jsonl) or tokens (.safetensors)")
+    if path.suffix == ".safetensors":
+        _read_tokens(path)
+    else:
+        _read_texts(path)
 
 
 def batches(sequences: list[Tensor]) -> list[Tensor]:
@@ -135,7 +149,12 @@ def run_batches(
 
 
 def _read_texts(path: Path) -> list[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise FlowError(f"{path}: expected UTF-8 text: {error}") from None
+    if not lines:
+        raise FlowError(f"{path}: expected a text a line; it is empty")
     if path.suffix == ".jsonl":
         texts = []
         for number, line in enumerate(lines, 1):
@@ -143,11 +162,9 @@ def _read_texts(path: Path) -> list[str]:
                 record = json.loads(line)
                 text = record if isinstance(record, str) else record["text"]
             except (ValueError, KeyError, TypeError):
-                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}') from None
+                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}, got {line[:60]}') from None
             texts.append(str(text))
         return texts
-    if path.suffix != ".txt":
-        raise FlowError(f"{path}: expected .txt, .jsonl or .safetensors")
     return lines
 
 
@@ -157,7 +174,7 @@ def _read_tokens(path: Path) -> list[Tensor]:
     with TensorFile(path) as file:
         for name in sorted(file.entries):
             tokens = file.read(name)
-            if tokens.is_floating_point() or tokens.ndim not in (1, 2):
+            if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
                 raise FlowError(f"{path}: {name}: expected token numbers of one or two axes")
             sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
     if not sequences:
@@ -173,5 +190,5 @@ def _tokenizer(model_dir: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise FlowError(
             f"{model_dir}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
-            f"instead ({str(error)[:200]})"
+            f"instead ({str(error).strip().splitlines()[0][:200]})"
         ) from None

@@ -98,9 +98,20 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
             structure.left[module] = reason
     _require_whole_families(structure)
     if not structure.linears:
-        reasons = "; ".join(f"{module}: {why}" for module, why in list(structure.left.items())[:8])
-        raise FlowError(f"{source.directory}: nothing to quantize. {reasons or 'No Linear weights were found.'}")
+        raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
     return structure
+
+
+def _why_nothing(left: dict[str, str]) -> str:
+    """Each reason once, with an example."""
+    alike: dict[str, list[str]] = {}
+    for module, why in left.items():
+        alike.setdefault(why, []).append(module)
+    told = [
+        f"{modules[0]}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''}: {why}"
+        for why, modules in list(alike.items())[:8]
+    ]
+    return "; ".join(told) or "No Linear weights were found."
 
 
 def _require_whole_families(structure: Structure) -> None:
@@ -120,6 +131,13 @@ def _require_whole_families(structure: Structure) -> None:
                 f"--ignore leaves {module} but not {', '.join(split)}: servers run {', '.join(family)} as one layer; "
                 "ignore all of them or none"
             )
+
+
+def require_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise FlowError(f"--ignore {pattern}: not a regular expression: {error}") from None
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -191,7 +209,7 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> S
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D" and f"{name}.weight" in source.where:
-            structure.left[name] = "a Conv1D, whose transposed weight the format has no place for"
+            structure.left[name] = "a Conv1D; readers of the format know nn.Linear only, whose weight is the transpose"
             spoken_for.add(f"{name}.weight")
         elif isinstance(module, torch.nn.Embedding):
             spoken_for |= {f"{name}.weight", f"{prefix}{name}.weight", f"{name.removeprefix(prefix)}.weight"}
