@@ -21,8 +21,8 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 #: The format's own limit. A longer header is an attack or an accident.
 MAX_HEADER_BYTES = 100_000_000
-#: Writes of this size are sent to the disk at once, so that it works while the rest is still being computed.
-WRITEBACK_BYTES = 1 << 20
+#: So much is sent to the disk at once: it works while the rest is still being computed.
+WRITEBACK_BYTES = 32 << 20
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -141,7 +141,7 @@ class TensorFileWriter:
         self.entries = {entry.name: entry for entry in entries}
         header = encode_header(entries, metadata)
         self.size = len(header) + (entries[-1].end if entries else 0)
-        self._data_start = len(header)
+        self._data_start, self._dirty = len(header), 0
         self._fd = os.open(path, (os.O_CREAT | os.O_TRUNC if create else 0) | os.O_WRONLY, 0o644)
         if create:
             os.truncate(self._fd, self.size)
@@ -164,13 +164,14 @@ class TensorFileWriter:
         os.close(self._fd)
 
     def _write(self, data: bytes | memoryview, position: int) -> None:
-        view, start = memoryview(data), position
+        view = memoryview(data)
+        self._dirty += len(view)
         while view:
             written = os.pwrite(self._fd, view, position)
             view, position = view[written:], position + written
-        if _sync_file_range is not None and position - start >= WRITEBACK_BYTES:
-            begin, count = ctypes.c_int64(start), ctypes.c_int64(position - start)
-            _sync_file_range(self._fd, begin, count, _SYNC_FILE_RANGE_WRITE)
+        if _sync_file_range is not None and self._dirty >= WRITEBACK_BYTES:
+            _sync_file_range(self._fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)  # to its end
+            self._dirty = 0
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
