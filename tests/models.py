@@ -35,6 +35,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2": ("GPT2Config", {**_TOKENS, "vocab_size": VOCABULARY, "n_embd": 64, "n_layer": 2, "n_head": 4}),
     "mixtral": ("MixtralConfig", {**_GROUPED, "num_local_experts": 4}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {**_GROUPED, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "num_experts": 4},
+    ),
     "bert": ("BertConfig", _SIZES),
 }
 

@@ -11,6 +11,7 @@ import models
 import pytest
 
 from baracuda.flow import FlowError, quantize_checkpoint, report
+from baracuda.flow.page import _ticks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,3 +88,17 @@ def test_the_page_is_rebuilt_from_the_numbers(out: Path, tmp_path: Path) -> None
         report(copy)
     with pytest.raises(FlowError, match="writes one"):
         report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [
+        (0.0, 45.1, [0, 10, 20, 30, 40]),
+        (0.0, 0.9, [0, 0.2, 0.4, 0.6, 0.8]),
+        (0.865, 11.7, [1, 2, 5, 10]),
+        (0.4, 3e4, [1, 10, 100, 1000, 10000]),
+        (3.0, 4.0, []),
+    ],
+)
+def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
+    assert _ticks(low, high) == pytest.approx(ticks)

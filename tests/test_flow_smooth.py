@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint, verify
-from baracuda.flow.calibrate import batches, read_sequences
+from baracuda.flow.calibrate import Observer, batches, channel_maximum, read_sequences
 from baracuda.flow.distributed import Team
 from baracuda.flow.folds import Fold, Folds, find_folds
 from baracuda.flow.prepare import analyse, arguments, choose, measure, passes_gate
@@ -168,6 +168,22 @@ def test_a_norm_rounded_to_bf16_is_made_up_for_in_the_weights() -> None:
     new = 1 + smoothing.replaced["n"].float()
     assert smoothing.replaced["n"].dtype is torch.bfloat16
     assert torch.allclose(new * exact, 1 + weight.float(), rtol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_maxima_of_batches_are_those_of_all_rows(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 4)).to(dtype), torch.randn(3, 5, 8).to(dtype)
+    x[..., 2] = 0
+    x[1, 3, 4] = -50
+    observer = Observer(model, [["0.weight"]], keep_rows=False)
+    for batch in x:
+        model(batch)
+    observer.remove()
+    maxima, _ = observer.reduce(Team())
+    assert torch.equal(maxima["0.weight"], x.abs().amax((0, 1)).float()) and maxima["0.weight"][4] == 50
+    x[2, 0, 1] = float("nan")
+    assert channel_maximum(x[2]).isnan().tolist() == [False, True, *[False] * 6]
 
 
 def test_strength_balances_activations_and_weights_and_leaves_dead_channels_alone() -> None:

@@ -14,6 +14,7 @@ import torch
 import baracuda
 from baracuda import PerChannel, PerGroup
 from baracuda.flow import FlowError, quantize_checkpoint, verify
+from baracuda.flow.convert import _own_device
 from baracuda.flow.errors import CheckpointError
 from baracuda.flow.tensorfile import TensorFile, read_tensors, write_tensors
 
@@ -118,6 +119,33 @@ def test_a_finished_or_foreign_directory_is_not_written_into(source: Path, tmp_p
     before = models.contents(tmp_path / "done")
     quantize_checkpoint(source, tmp_path / "done", resume=True)
     assert models.contents(tmp_path / "done") == before
+
+
+def test_blocks_of_many_tensors_in_flight_do_not_mix(tmp_path: Path) -> None:
+    """Tensors of several blocks, copied and quantized in turn: each block's memory is another's a moment later."""
+    source, generator = tmp_path / "model", torch.Generator().manual_seed(4)
+    source.mkdir()
+    tensors = {
+        f"{i}.{name}.weight": torch.randn(3000, 4096, generator=generator).to(torch.bfloat16)
+        for i in range(2)
+        for name in ("embed_tokens", "up_proj")
+    }
+    write_tensors(source / "model.safetensors", tensors)
+    (source / "config.json").write_text("{}")
+    quantize_checkpoint(source, tmp_path / "out")
+    stored = read_tensors(tmp_path / "out" / "model.safetensors")
+    for i in range(2):
+        assert torch.equal(stored[f"{i}.embed_tokens.weight"], tensors[f"{i}.embed_tokens.weight"])
+        expected = baracuda.dynamic_quantize(tensors[f"{i}.up_proj.weight"], scope=PerChannel(0))
+        assert torch.equal(stored[f"{i}.up_proj.weight"], expected.q)
+
+
+@pytest.mark.parametrize(("asked", "given"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")])
+def test_under_torchrun_cuda_is_a_gpu_for_each_rank(asked: str, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _own_device(asked) == torch.device(given)
 
 
 MEMORY = """

@@ -125,7 +125,7 @@ def verify(
     with _errors():
         findings = check(out, against)
     if findings:
-        table = Table("finding", "where", "what", title=f"{len(findings)} findings")
+        table = Table("finding", "where", "what", title=f"{len(findings)} finding{'s' * (len(findings) > 1)}")
         for finding in findings:
             table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
         console.print(table)
@@ -147,7 +147,7 @@ def _errors() -> Iterator[None]:
     """What baracuda raises on purpose is told in a sentence; anything else is a bug and keeps its trace."""
     try:
         yield
-    except BaracudaError as error:
+    except (BaracudaError, OSError) as error:  # a full disk and a forbidden folder are no bugs either
         console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
@@ -170,15 +170,20 @@ def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[label]}", style="dim"),
     )
-    with Progress(*columns, console=console, disable=quiet) as drawn:
-        tasks: dict[str, TaskID] = {}
+    drawn = Progress(*columns, console=console, disable=quiet)
+    tasks: dict[str, TaskID] = {}
 
-        def progress(stage: str, done: int, total: int, label: str) -> None:
-            if stage not in tasks:
-                tasks[stage] = drawn.add_task(stage, total=total, label="")
-            drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
+    def progress(stage: str, done: int, total: int, label: str) -> None:
+        drawn.start()  # not before there is something to draw: an error then stands alone
+        if stage not in tasks:
+            tasks[stage] = drawn.add_task(stage, total=total, label="")
+        drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            drawn.stop()
 
 
 def _summary(content: dict[str, Any], out: Path) -> Table:

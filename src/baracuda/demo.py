@@ -139,7 +139,7 @@ def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("quantized", f"{len(layers)} Linears; {len(content['left'])} left in floating point, named in the report"),
         ("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}"),
-        ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.0f} MB/s"),
+        ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.3g} MB/s"),
     ]
     if known:
         lines.append(("weights", f"SQNR {min(known):.1f} to {max(known):.1f} dB"))

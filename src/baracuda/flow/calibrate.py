@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from .tensorfile import TensorFile
 
 #: Sequences of one length that go through the model together. Fixed, so that the ranks of a team see the same batches.
 BATCH = 8
+#: What calibration and evaluation read.
+SUFFIXES = (".txt", ".jsonl", ".safetensors")
 #: Rows of each layer's input kept for alpha="auto": this many of each of the first batches.
 KEPT_ROWS, KEPT_BATCHES = 32, 8
 
@@ -25,8 +28,6 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
 
     `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token.
     """
-    if not path.is_file():
-        raise FlowError(f"{path}: no such file; expected .txt, .jsonl or .safetensors")
     if path.suffix == ".safetensors":
         return _read_tokens(path)[:samples]
     texts = _read_texts(path)
@@ -40,7 +41,21 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
         if len(tokens) >= samples * length:
             break
     cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
-    return [block for block in cut if len(block) > 1][:samples]
+    long_enough = [block for block in cut if len(block) > 1][:samples]
+    if not long_enough:
+        raise FlowError(f"{path}: its texts make {len(tokens)} tokens, too few for one sequence")
+    return long_enough
+
+
+def require_data(path: Path) -> None:
+    """Raise unless this can be a file of texts or tokens: before a run begins, not when it gets there."""
+    if path.suffix not in SUFFIXES or not path.is_file():
+        what = "no such file" if not path.exists() else "not a file" if not path.is_file() else "another kind of file"
+        raise FlowError(f"{path}: {what}; expected texts (.txt, a sample a line, or .jsonl) or tokens (.safetensors)")
+    if path.suffix == ".safetensors":
+        _read_tokens(path)
+    else:
+        _read_texts(path)
 
 
 def batches(sequences: list[Tensor]) -> list[Tensor]:
@@ -52,6 +67,14 @@ def batches(sequences: list[Tensor]) -> list[Tensor]:
         else:
             made.append([sequence])
     return [torch.stack(batch) for batch in made]
+
+
+def channel_maximum(x: Tensor) -> Tensor:
+    """max |x| of each column, NaN where there is one, in the type of x: every maximum is one of its values."""
+    if x.device.type == "cuda":
+        largest: Tensor = torch.linalg.vector_norm(x, math.inf, 0)  # one kernel, where launches are what costs
+        return largest
+    return torch.maximum(x.amax(0), x.amin(0).neg_())  # many times faster than the norm on a CPU
 
 
 class Observer:
@@ -70,10 +93,9 @@ class Observer:
 
         def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             x = args[0].detach().reshape(-1, args[0].shape[-1])
-            # Two plain reductions: many times faster than the norm torch has for this.
-            largest = torch.maximum(x.amax(0), -x.amin(0)).float()
+            largest = channel_maximum(x)
             known = self.maxima.get(weight)
-            self.maxima[weight] = largest if known is None else torch.maximum(known, largest)
+            self.maxima[weight] = largest if known is None else torch.maximum(known, largest, out=known)
             if self.keep_rows and self.batch < KEPT_BATCHES:
                 step = max(1, x.shape[0] // KEPT_ROWS)
                 self.rows[weight][self.batch] = x[::step][:KEPT_ROWS].float().cpu()
@@ -93,7 +115,7 @@ class Observer:
             everyone = [part for part in team.gather(None if mine is None else mine.cpu()) if part is not None]
             if not everyone:
                 continue
-            largest = torch.stack(everyone).amax(0)
+            largest = torch.stack(everyone).amax(0).float()
             if not bool(torch.isfinite(largest).all()):
                 raise FlowError(f"calibration: the input of {group[0]} holds NaN or infinite values")
             kept: dict[int, Tensor] = {}
@@ -127,7 +149,12 @@ def run_batches(
 
 
 def _read_texts(path: Path) -> list[str]:
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except UnicodeDecodeError as error:
+        raise FlowError(f"{path}: expected UTF-8 text: {error}") from None
+    if not lines:
+        raise FlowError(f"{path}: expected a text a line; it is empty")
     if path.suffix == ".jsonl":
         texts = []
         for number, line in enumerate(lines, 1):
@@ -135,11 +162,9 @@ def _read_texts(path: Path) -> list[str]:
                 record = json.loads(line)
                 text = record if isinstance(record, str) else record["text"]
             except (ValueError, KeyError, TypeError):
-                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}') from None
+                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}, got {line[:60]}') from None
             texts.append(str(text))
         return texts
-    if path.suffix != ".txt":
-        raise FlowError(f"{path}: expected .txt, .jsonl or .safetensors")
     return lines
 
 
@@ -149,7 +174,7 @@ def _read_tokens(path: Path) -> list[Tensor]:
     with TensorFile(path) as file:
         for name in sorted(file.entries):
             tokens = file.read(name)
-            if tokens.is_floating_point() or tokens.ndim not in (1, 2):
+            if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
                 raise FlowError(f"{path}: {name}: expected token numbers of one or two axes")
             sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
     if not sequences:
@@ -165,5 +190,5 @@ def _tokenizer(model_dir: Path) -> Any:
     except (OSError, ValueError, KeyError) as error:
         raise FlowError(
             f"{model_dir}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
-            f"instead ({str(error)[:200]})"
+            f"instead ({str(error).strip().splitlines()[0][:200]})"
         ) from None

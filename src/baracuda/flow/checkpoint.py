@@ -48,7 +48,8 @@ class Checkpoint:
         if not directory.is_dir():
             raise CheckpointError(
                 "unreadable",
-                f"{directory}: expected a Hugging Face model directory; it is not there",
+                f"{directory}: expected a Hugging Face model directory; "
+                f"it is {'a file' if directory.exists() else 'not there'}",
             )
         config = read_json(directory / "config.json")
         index = read_json(directory / INDEX) if (directory / INDEX).exists() else None

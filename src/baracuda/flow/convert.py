@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ import torch
 from .. import __version__
 from ..plan import resolve_device
 from . import report as reports
+from .calibrate import require_data
 from .checkpoint import FOREIGN_WEIGHTS, INDEX, Checkpoint, read_json
 from .distributed import Team, team
 from .errors import FlowError
@@ -20,7 +22,7 @@ from .journal import FOLDER, Journal, digest, digest_file
 from .preparation import Preparation
 from .scheme import Scheme
 from .stream import ShardJob
-from .structure import DEFAULT_IGNORE, Structure, find_linears
+from .structure import DEFAULT_IGNORE, Structure, find_linears, require_pattern
 from .tensorfile import Entry, TensorFileWriter, layout
 
 #: stage, bytes or steps done since the last call, total of the stage, what is being worked on
@@ -62,9 +64,23 @@ class Run:
         if self.scheme.needs_calibration and self.calibration is None:
             raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
                             "jsonl or safetensors file of tokens")  # fmt: skip
-        _check_alpha(options.alpha)
+        self._check_options()
         self.structure = find_linears(self.source, self.scheme, (*DEFAULT_IGNORE, *options.ignore))
         self.journal = Journal(self.out)
+
+    def _check_options(self) -> None:
+        """Whatever can be known to be wrong before anything is read or written."""
+        options = self.options
+        _check_alpha(options.alpha)
+        for name, least in (("samples", 1), ("sequence_length", 2), ("group_size", 8)):
+            if getattr(options, name) < least:
+                raise FlowError(f"{name}: expected at least {least}, got {getattr(options, name)}")
+        for pattern in options.ignore:
+            require_pattern(pattern)
+        for data in filter(None, (self.calibration, self.evaluation)):
+            require_data(data)
+        if self.out.resolve() == self.source.directory.resolve():
+            raise FlowError(f"{self.out}: the output cannot be the model's own directory")
 
     def fingerprint(self) -> dict[str, Any]:
         """What the bytes of the result depend on."""
@@ -80,7 +96,12 @@ class Run:
     def go(self, *, resume: bool) -> dict[str, Any]:
         started = time.perf_counter()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
-        preparation = self._prepare()
+        try:
+            preparation = self._prepare()
+        except FlowError:
+            if self.team.size == 1:
+                self.journal.discard()  # nothing is done yet: the next try may differ
+            raise
         plans = {name: self._plan(name) for name in self.source.shards}
         self._convert(plans, preparation)
         self.team.barrier()
@@ -257,12 +278,19 @@ def quantize_checkpoint(
             out,
             options,
             ranks,
-            resolve_device(device),
+            _own_device(device),
             progress or (lambda stage, done, total, label: None),
             Path(calibration) if calibration is not None else None,
             Path(evaluation) if evaluation is not None else None,
         )
         return run.go(resume=resume)
+
+
+def _own_device(device: torch.device | str) -> torch.device:
+    """The device of this rank: under torchrun, "cuda" is a GPU each."""
+    if str(device) == "cuda" and (rank := os.environ.get("LOCAL_RANK")) is not None and torch.cuda.is_available():
+        device = torch.device("cuda", int(rank) % torch.cuda.device_count())
+    return resolve_device(device)
 
 
 def is_complete(out: Path) -> bool:

@@ -56,9 +56,9 @@ def find_folds(record: Trace, outputs: list[Value], wanted: set[str]) -> Folds:
             found.inputs[next(v for v in call.inputs if v.tensor == id(x))].append(weight)
     taken: set[str] = set()
     for producer in _producers(record):
-        reach = follow(
-            record, producer.value, torch.arange(producer.channels).expand(_shape(record, producer)), outputs
-        )
+        made = record.tensors[producer.value.tensor]
+        channels = torch.arange(producer.channels, device=made.device).expand(made.shape)
+        reach = follow(record, producer.value, channels, outputs)
         reached = [a for a in reach.absorbers if a.parameter in wanted]
         if not reached:
             continue
@@ -86,10 +86,6 @@ def _fixed(reach: Reach, producer: Producer, taken: set[str]) -> set[int]:
         if absorber.parameter in taken:
             fixed |= set(absorber.channels)
     return fixed & set(range(producer.channels))
-
-
-def _shape(record: Trace, producer: Producer) -> torch.Size:
-    return record.tensors[producer.value.tensor].shape
 
 
 def _producers(record: Trace) -> list[Producer]:

@@ -26,6 +26,8 @@ class Journal:
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
         """Start, or go on with the same run. Anything else in the directory is somebody else's."""
+        if self.out.exists() and not self.out.is_dir():
+            raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
         fingerprint = digest(run)
         known = self.folder / "run.json"
         if known.exists():
@@ -72,6 +74,11 @@ class Journal:
 
     def finished(self, shard: str) -> bool:
         return (self.out / shard).exists() and self.statistics(shard).exists()
+
+    def discard(self) -> None:
+        """Leave no trace of a run that has finished nothing."""
+        if not any(path.name != FOLDER for path in self.out.iterdir()):
+            shutil.rmtree(self.out)
 
     def end(self) -> None:
         """Everything is in place. The fingerprint goes last: until then the run can be resumed."""

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from .checkpoint import read_json
 from .errors import FlowError
+from .experts import SERIALIZED, float_experts
 from .packed import PackedLinear
 from .scheme import Scheme, parse_config
 from .structure import matches, model_class, quiet
 
 
 def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
-    """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16.
+    """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
 
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given.
@@ -60,6 +61,7 @@ def _transformers() -> Any:
 @cache
 def _register() -> None:
     """Tell transformers how to load what baracuda runs: a quantizer that puts our modules where the config says."""
+    from transformers.core_model_loading import ConversionOps
     from transformers.quantizers import HfQuantizer
     from transformers.quantizers.auto import register_quantization_config, register_quantizer
     from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -69,7 +71,19 @@ def _register() -> None:
             self.quant_method = "baracuda"
             self.compressed_tensors = compressed_tensors or {}
 
+    class FloatExperts(ConversionOps):  # type: ignore[misc]
+        def __init__(self, quantizer: Any) -> None:
+            self.scheme = parse_config(quantizer.quantization_config.compressed_tensors)
+
+        def convert(self, input_dict: Any, *_: Any, model: Any, full_layer_name: str, **__: Any) -> dict[str, Any]:
+            return float_experts(self.scheme, input_dict, model.get_parameter(full_layer_name).dtype)
+
     class Quantizer(HfQuantizer):  # type: ignore[misc]
+        serialized_names: ClassVar[dict[str, list[str]]] = {"weight": list(SERIALIZED)}
+
+        def get_load_operations(self) -> dict[str, Any]:
+            return {"dequantize": FloatExperts}
+
         def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
             config = self.quantization_config.compressed_tensors
             scheme, ignore = parse_config(config), config["ignore"]

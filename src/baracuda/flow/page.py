@@ -15,13 +15,16 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        padding: 2rem 1.5rem 4rem; max-width: 68rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } p { margin: .4rem 0; }
 .dim { color: var(--dim); } .cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
-.card { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; min-width: 8.5rem; }
+.card { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; flex: 1 1 8.5rem; max-width: 14rem; }
 .card b { display: block; font-size: 1.35rem; } .card span { color: var(--dim); font-size: .85rem; }
 .scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; } td.text { white-space: normal; }
-th { position: sticky; top: 0; background: var(--card); } svg { width: 100%; height: auto; display: block; }
+th { position: sticky; top: 0; background: var(--card); } td { overflow-wrap: anywhere; }
+.plot { overflow-x: auto; margin-bottom: .6rem; } svg { width: 100%; min-width: 40rem; height: auto; display: block; }
+@media (max-width: 40rem) { body { padding: 1.2rem .9rem 3rem; } th, td { padding: .25rem .5rem; }
+  .names td { white-space: normal; } }
 svg text { fill: var(--dim); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
 height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 """
@@ -30,12 +33,13 @@ height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 def page(content: dict[str, Any]) -> str:
     """The whole page. Every string from a checkpoint is escaped: names in files are not to be trusted."""
     model, run = content["model"], content["run"]
-    title = f"{model['name']}, {content['scheme']['name']}"
+    static = (content["scheme"]["input_activations"] or {}).get("dynamic") is False
+    title = f"{model['name']}, {content['scheme']['name']}{', static activations' if static else ''}"
     architecture = ", ".join(model["architectures"] or ["unknown architecture"])
     parts = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="dim">{escape(architecture)}, quantized by baracuda {escape(content["baracuda"])} in '
-        f"{run['seconds']:.1f} s ({run['megabytes_per_second']:.0f} MB/s, {escape(run['device'])}, "
+        f"{run['seconds']:.1f} s ({run['megabytes_per_second']:.3g} MB/s, {escape(run['device'])}, "
         f"{run['ranks']} process{'' if run['ranks'] == 1 else 'es'})</p>",
         _cards(content),
         _evaluation(content["evaluation"]),
@@ -139,13 +143,14 @@ def _smoothing(smoothing: dict[str, Any] | None) -> str:
     )
     left = (
         f"<p>{len(smoothing['not_folded'])} layers were left unsmoothed, because folding is not provable there:</p>"
-        f'<div class="scroll"><table><tr><th>layer</th><th class="text">why</th></tr>{reasons}</table></div>'
+        f'<div class="scroll names"><table><tr><th>layer</th><th class="text">why</th></tr>{reasons}</table></div>'
     )
     return (
         f"<h2>Smoothing</h2><p>{len(smoothing['folded'])} folds, proved on the traced graph. The smoothed float model "
         f"differs from the original by {gate['largest_difference']:.1e} of an output's size at most (allowed "
         f"{gate['tolerance']:.0e}, computed in {escape(gate['dtype'])}).</p>"
-        f'<div class="scroll"><table><tr><th>divided</th><th class="text">multiplied</th></tr>{folded}</table></div>'
+        '<div class="scroll names"><table><tr><th>divided</th><th class="text">multiplied</th></tr>'
+        f"{folded}</table></div>"
         f"{left if smoothing['not_folded'] else ''}"
     )
 
@@ -156,7 +161,7 @@ def _left(content: dict[str, Any]) -> str:
         for entry in content["left"]
     )
     table = (
-        f'<div class="scroll"><table><tr><th>module</th><th class="text">why</th></tr>{rows}</table></div>'
+        f'<div class="scroll names"><table><tr><th>module</th><th class="text">why</th></tr>{rows}</table></div>'
         if rows
         else "<p>Nothing.</p>"
     )
@@ -178,6 +183,7 @@ def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log:
     low = math.log10(max(min(values), 1e-3)) - 0.1 if log else 0.0
     high = math.log10(top) + 0.05 if log else top * 1.05
     high = max(high, low + 1e-6)
+    ticks = _ticks(10**low, 10**high) if log else _ticks(0.0, high)
 
     def y(value: float) -> float:
         level = math.log10(max(value, 1e-3)) if log else value
@@ -185,12 +191,10 @@ def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log:
 
     slot = (width - left) / len(rows)
     shapes = []
-    for tick in range(5):
-        level = low + (high - low) * tick / 4
-        label = f"{10**level:.3g}" if log else f"{level:.3g}"
-        at = (height - bottom) * (1 - tick / 4)
+    for tick in ticks:
+        at = y(tick)
         shapes.append(f'<line x1="{left}" x2="{width}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--line)"/>')
-        shapes.append(f'<text x="{left - 6}" y="{max(at, 8) + 4:.1f}" text-anchor="end">{label}</text>')
+        shapes.append(f'<text x="{left - 6}" y="{max(at, 8) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
     thick = max(0.8, slot * 0.8 / len(series))
     for i, (name, row) in enumerate(rows):
         for j, value in enumerate(row):
@@ -204,7 +208,24 @@ def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log:
     shapes.append(f'<text x="{left}" y="{height - 4}">first layer</text>')
     shapes.append(f'<text x="{width}" y="{height - 4}" text-anchor="end">last layer</text>')
     legend = "".join(f'<i style="background: var(--{"ab"[j]})"></i>{escape(name)}' for j, name in enumerate(series))
-    return f'<p class="legend dim">{legend}</p><svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
+    return f'<p class="legend dim">{legend}</p><div class="plot">{svg}</div>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers for an axis: multiples of one for a linear axis, which begins at 0, else 1, 2, 5, 10, ..."""
+    if low == 0:
+        step = next(s for s in _round_numbers(high / 1e3, high * 10) if high / s <= 6)
+        return [step * i for i in range(int(high / step) + 1)]
+    ticks = _round_numbers(low, high)
+    tens = [tick for tick in ticks if math.log10(tick) % 1 == 0]
+    return ticks if len(ticks) <= 7 or len(tens) < 2 else tens
+
+
+def _round_numbers(low: float, high: float) -> list[float]:
+    first, last = (math.floor(math.log10(end)) for end in (low, high))
+    numbers = [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in (1, 2, 5)]
+    return [number for number in numbers if low <= number <= high]
 
 
 def _number(value: float | None, form: str) -> str:

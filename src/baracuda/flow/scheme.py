@@ -98,7 +98,7 @@ class Scheme:
             rows = rows.to(scale_dtype)
         q = dynamic_quantize(rows, scope=PerGroup(self.group_size), dtype="s4", scale_dtype=scale_dtype)
         # Stored offset by 8 where baracuda has two's complement: the same nibbles, the top bit of each flipped.
-        return {"weight_packed": (q.q ^ 0x88).view(torch.int32), "weight_scale": q.scale}
+        return {"weight_packed": q.q.bitwise_xor_(0x88).view(torch.int32), "weight_scale": q.scale}
 
     def dequantize(self, stored: dict[str, Tensor]) -> Tensor:
         """The f32 weight that stored rows stand for."""

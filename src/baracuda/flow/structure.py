@@ -13,6 +13,7 @@ import torch
 
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FlowError
+from .experts import stacked_experts
 from .scheme import FLOATS, Scheme
 
 #: Used when transformers does not know the model. The report says so.
@@ -24,6 +25,9 @@ _NOT_LINEAR = re.compile(
     r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
 )
 DEFAULT_IGNORE = ("lm_head",)
+#: Linears that choose experts: a few rows each, and servers read them in floating point only.
+ROUTERS = ("gate", "router", "shared_expert_gate")
+_EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 #: Layers that servers run as one: they share a scheme and an input scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 #: More layers or experts than any model has: building them would take for ever.
@@ -43,11 +47,12 @@ class Structure:
 
     def notes(self) -> list[str]:
         """What a reader of the checkpoint should know."""
-        if not any("expert weights" in reason for reason in self.left.values()):
+        if not any(_EXPERTS.match(module) for module in self.left):
             return []
         return [
             "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-            "compressed-tensors expects packed experts and does not."
+            "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, with a "
+            "--group-size that divides their columns, packs them, and everybody reads those."
         ]
 
     def ignore(self) -> list[str]:
@@ -56,6 +61,10 @@ class Structure:
         taken |= {_family(self.modules.get(module, module)) for module in self.linears.values()}
         names: set[str] = set()
         for module in self.left:
+            if (experts := _EXPERTS.match(module)) is not None:
+                # vLLM asks for the layer, and for projections under names of its own.
+                names.add(rf"re:^{_family(experts[1])}(\..*)?$")
+                continue
             for name in {module, self.modules.get(module, module)}:
                 family = _family(name)
                 plain = family == re.escape(name) or family in taken
@@ -78,7 +87,7 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
         raise FlowError(
             f"transformers cannot build the model of config.json: {type(error).__name__}: {error}"
         ) from None
-    structure = _from_model(model, source) if model is not None else _from_rules(source, why)
+    structure = _from_model(model, source, scheme) if model is not None else _from_rules(source, why)
     for tensor, module in list(structure.linears.items()):
         name = structure.modules.get(module, module)
         reason = scheme.declines(source.entry(tensor))
@@ -89,14 +98,30 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
             structure.left[module] = reason
     _require_whole_families(structure)
     if not structure.linears:
-        reasons = "; ".join(f"{module}: {why}" for module, why in list(structure.left.items())[:8])
-        raise FlowError(f"{source.directory}: nothing to quantize. {reasons or 'No Linear weights were found.'}")
+        raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
     return structure
+
+
+def _why_nothing(left: dict[str, str]) -> str:
+    """Each reason once, with an example."""
+    alike: dict[str, list[str]] = {}
+    for module, why in left.items():
+        alike.setdefault(why, []).append(module)
+    told = [
+        f"{modules[0]}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''}: {why}"
+        for why, modules in list(alike.items())[:8]
+    ]
+    return "; ".join(told) or "No Linear weights were found."
 
 
 def _require_whole_families(structure: Structure) -> None:
     """Servers refuse a fused layer of which a part is quantized, so an --ignore must not split one."""
     quantized = set(structure.linears.values())
+    left, taken = (next(filter(_EXPERTS.match, modules), None) for modules in (structure.left, sorted(quantized)))
+    if left is not None and taken is not None:
+        raise FlowError(
+            f"--ignore leaves {left} but not {taken}: readers look for experts of one kind; ignore all of them or none"
+        )
     for module, reason in structure.left.items():
         parent, _, leaf = module.rpartition(".")
         family = next((names for names in FUSED if leaf in names), ())
@@ -106,6 +131,13 @@ def _require_whole_families(structure: Structure) -> None:
                 f"--ignore leaves {module} but not {', '.join(split)}: servers run {', '.join(family)} as one layer; "
                 "ignore all of them or none"
             )
+
+
+def require_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise FlowError(f"--ignore {pattern}: not a regular expression: {error}") from None
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -170,14 +202,14 @@ def _require_sane(config: Any) -> None:
             raise CheckpointError("bad-config", f"config.json: {key} is {value}, more than any model has")
 
 
-def _from_model(model: torch.nn.Module, source: Checkpoint) -> Structure:
+def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> Structure:
     structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
     prefix = getattr(model, "base_model_prefix", "") + "."
     spoken_for: set[str] = set()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, module in model.named_modules():
         if type(module).__name__ == "Conv1D" and f"{name}.weight" in source.where:
-            structure.left[name] = "a Conv1D, whose transposed weight the format has no place for"
+            structure.left[name] = "a Conv1D; readers of the format know nn.Linear only, whose weight is the transpose"
             spoken_for.add(f"{name}.weight")
         elif isinstance(module, torch.nn.Embedding):
             spoken_for |= {f"{name}.weight", f"{prefix}{name}.weight", f"{name.removeprefix(prefix)}.weight"}
@@ -189,11 +221,29 @@ def _from_model(model: torch.nn.Module, source: Checkpoint) -> Structure:
         if stored is None or f"{name}.weight" in tied:
             structure.left[name] = "shares its weight with another module" if f"{name}.weight" in tied else "not stored"
             continue
-        structure.linears[f"{stored}.weight"] = stored
         structure.modules[stored] = name
         spoken_for.add(f"{stored}.weight")
+        if name.rpartition(".")[2] in ROUTERS:
+            structure.left[stored] = "a router, which servers read in floating point"
+        else:
+            structure.linears[f"{stored}.weight"] = stored
+    if scheme.packed:
+        _take_experts(structure, model, source, scheme)
+        spoken_for |= set(structure.linears)
     _name_the_rest(structure, source, spoken_for)
     return structure
+
+
+def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> None:
+    """All experts or none: readers look for one kind of them."""
+    known = stacked_experts(model)
+    experts = {tensor: tensor.removesuffix(".weight") for tensor in source.where if known(tensor)}
+    reasons = {module: scheme.declines(source.entry(tensor)) for tensor, module in experts.items()}
+    declined = next(((module, why) for module, why in reasons.items() if why is not None), None)
+    if declined is None:
+        structure.linears |= experts
+    else:
+        structure.left |= dict.fromkeys(reasons, f"expert weights, of which {declined[0]} does not fit: {declined[1]}")
 
 
 def _name_the_rest(structure: Structure, source: Checkpoint, spoken_for: set[str]) -> None:

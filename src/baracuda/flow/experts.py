@@ -1,0 +1,50 @@
+"""Experts of a mixture: a matrix each in the checkpoint, one stack of matrices in the model transformers builds of it.
+
+transformers' reader of compressed-tensors collects experts as `weight_packed`, `weight_scale` and `weight_shape`, and
+under no other names: 4-bit experts are read by everybody. Beside 8-bit weights it finds neither int8 nor float experts,
+so those stay in floating point, which servers and baracuda.load read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .scheme import Scheme
+
+#: What packed experts are stored as; a plain weight is one that stayed in floating point.
+SERIALIZED = ("weight_packed", "weight_scale", "weight_shape", "weight")
+
+
+def stacked_experts(model: nn.Module) -> Callable[[str], bool]:
+    """Tells the checkpoint tensors that transformers stacks into the experts of this model."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # an older transformers, whose experts are nn.Linear modules
+        return lambda tensor: False
+    sources = {
+        source
+        for conversion in get_model_conversion_mapping(model)
+        for source in conversion.source_patterns
+        if "experts.*." in source and source.endswith(".weight")
+    }
+    endings = "|".join(re.escape(source.lstrip(".")).replace(r"\*", r"\d+") for source in sorted(sources))
+    pattern = re.compile(rf"(^|\.)({endings})$") if sources else None
+    return lambda tensor: pattern is not None and pattern.search(tensor) is not None
+
+
+def float_experts(scheme: Scheme, collected: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Any]:
+    """Experts as the model holds them: `collected` maps a pattern of names to the tensors of all experts."""
+    made: dict[str, Any] = {}
+    for pattern, tensors in collected.items():
+        if pattern.endswith(".weight"):
+            made[pattern] = tensors
+        elif pattern.endswith(".weight_packed"):
+            scales = collected[pattern.replace("weight_packed", "weight_scale")]
+            stored = ({"weight_packed": q, "weight_scale": s} for q, s in zip(tensors, scales, strict=True))
+            made[pattern] = torch.stack([scheme.dequantize(one).to(dtype) for one in stored])
+    return made
