@@ -27,7 +27,8 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 	$(BIN)/python -m pytest -m slow --slow tests/test_cpu.py tests/test_exhaustive.py tests/test_corners.py
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py tests/test_learned.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py \
+	  tests/test_learned.py tests/test_honest.py -m "not gpu"
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu
@@ -36,7 +37,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu -m gpu -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/test_honest.py -m gpu -p no:benchmark -n 8
 
 gpu-bench:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
