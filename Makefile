@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow build clean
+.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow soak \
+	package build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
 	$(BIN)/baracuda demo
@@ -29,6 +30,10 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py \
 	  tests/test_learned.py tests/test_honest.py -m "not gpu"
+
+SECONDS ?= 600
+soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu

@@ -89,12 +89,14 @@ class _Room:
 
 
 class _Scratch:
-    """The workspace cut into tensors. The cuts are kept while it lives: making them costs more than a launch."""
+    """The workspace cut into tensors. The cuts are kept while it lives: making them costs more than a launch.
+
+    Threads that share a plan bring workspaces of their own, so a workspace and its cuts are only ever seen together.
+    """
 
     def __init__(self, rooms: dict[str, _Room]) -> None:
         self.rooms = rooms
-        self._views: dict[str, Tensor] = {}
-        self._of: weakref.ref[Tensor] | None = None
+        self._kept: tuple[weakref.ref[Tensor] | None, dict[str, Tensor]] = (None, {})
 
     @property
     def nbytes(self) -> int:
@@ -103,17 +105,19 @@ class _Scratch:
     def __call__(self, workspace: Tensor | None) -> dict[str, Tensor]:
         if not self.rooms or workspace is None:
             return {}
-        if self._of is None or self._of() is not workspace:
+        of, views = self._kept
+        if of is None or of() is not workspace:
             flat, start, views = workspace.view(-1).view(torch.uint8), 0, {}
             for name, room in self.rooms.items():
                 size = prod(room.shape) * room.dtype.itemsize
                 views[name] = flat[start : start + size].view(room.dtype).view(room.shape)
                 start += room.nbytes
-            self._views, self._of = views, weakref.ref(workspace, self._forget)
-        return self._views
+            self._kept = weakref.ref(workspace, self._forget), views
+        return views
 
-    def _forget(self, _: object) -> None:
-        self._views, self._of = {}, None
+    def _forget(self, of: object) -> None:
+        if self._kept[0] is of:
+            self._kept = None, {}
 
 
 def _activation_rooms(p: Problem, device: torch.device) -> dict[str, _Room]:
