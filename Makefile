@@ -52,6 +52,10 @@ gpu-bench:
 mutation: .venv/installed  ## break the reference one line at a time; every mutant must be caught
 	$(BIN)/python tests/mutation.py
 
+package: .venv/installed  ## the sdist, the wheel from it, no stray files in them, and the wheel used in a bare environment
+	$(BIN)/pip install --quiet 'build>=1.2'
+	$(BIN)/python tests/package.py
+
 build: .venv/installed
 
 .venv/requirements: constraints.txt pyproject.toml

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import resource
 import shutil
@@ -18,7 +19,7 @@ import models
 import pytest
 
 from baracuda import BaracudaError
-from baracuda.flow import CheckpointError, FlowError, quantize_checkpoint, verify
+from baracuda.flow import CheckpointError, FlowError, load, quantize_checkpoint, verify
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 
 SHARD = "model-00002-of-00002.safetensors"
@@ -282,3 +283,24 @@ def test_what_was_measured_on_another_version_of_the_model_is_measured_again(
     rewritten(max((tmp_path / "model").glob("*.safetensors")))
     quantize_checkpoint(tmp_path / "model", tmp_path / "fresh", **options)
     assert_resumes(tmp_path / "model", tmp_path / "out", models.contents(tmp_path / "fresh"), **options)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_code_that_comes_with_a_model_is_neither_run_nor_asked_about(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    ran = tmp_path / "ran"
+    (source / "evil.py").write_text(f"open({str(ran)!r}, 'w')\nclass Config: pass\n")
+    auto = {"AutoConfig": "evil.Config", "AutoModel": "evil.Config", "AutoTokenizer": ["evil.Config", None]}
+    (source / "config.json").write_text(json.dumps({"model_type": "nobody-knows", "auto_map": auto}))
+    (source / "tokenizer_config.json").write_text(json.dumps({"auto_map": auto}))
+    (tmp_path / "texts.txt").write_text("some words\n")
+    options = {"activations": "static", "calibration": tmp_path / "texts.txt"}
+    with pytest.raises(FlowError, match="code of its own, which baracuda never runs"):
+        quantize_checkpoint(source, tmp_path / "out", **options)
+    quantize_checkpoint(source, tmp_path / "dynamic")
+    with pytest.raises(FlowError, match="code of its own, which baracuda never runs"):
+        load(tmp_path / "dynamic")
+    assert not ran.exists()

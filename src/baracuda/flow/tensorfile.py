@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 from collections.abc import Iterable, Iterator
@@ -225,8 +226,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _bytes(data: Tensor) -> memoryview:
-    raw: Any = data.numpy()
-    return memoryview(raw)
+    """The memory of a dense uint8 tensor, which lives as long as the view; torch offers it through numpy only."""
+    raw: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
+    raw.tensor = data
+    return memoryview(raw).cast("B")
 
 
 # -- the header --------------------------------------------------------------------------------------------------
