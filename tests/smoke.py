@@ -28,7 +28,7 @@ def main() -> None:
     exact = x @ w.T
     assert (baracuda.quantized_linear(x, weight.q, weight.scale) - exact).norm() < 0.03 * exact.norm()
 
-    desc = baracuda.QuantizePerTensorDescriptor(numel=32, q_min=-128, q_max=127)
+    desc = baracuda.QuantizePerTensorDescriptor(32, -128, 127, input_element="f32", output_element="s8")
     plan = baracuda.QuantizePerTensorPlan.select(desc, device="cpu")
     assert plan.sku().backend is BackendKind.CPU, "the compiled kernels are missing"
 
