@@ -25,7 +25,7 @@ pytest: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, more than 2**31 elements
-	$(BIN)/python -m pytest -m slow --slow tests/test_cpu.py tests/test_exhaustive.py tests/test_corners.py
+	$(BIN)/python -m pytest -m slow --slow tests/test_cpu_sweeps.py tests/test_exhaustive.py tests/test_corners.py
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py \
