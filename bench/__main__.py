@@ -6,15 +6,14 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-AREAS = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__", "common"))
+AREAS = sorted(p.stem for p in Path(__file__).parent.glob("[!_]*.py") if p.stem != "common")
 
 
 def main() -> int:
     if len(sys.argv) < 2 or sys.argv[1] not in AREAS:
         print(f"usage: python -m bench {{{','.join(AREAS)}}} [--quick] [--json FILE]", file=sys.stderr)
         return 2
-    import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:])
-    return 0
+    return import_module(f"bench.{sys.argv[1]}").main(sys.argv[2:]) or 0
 
 
 if __name__ == "__main__":
