@@ -3,7 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow build clean
+.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow soak \
+	package build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
 	$(BIN)/baracuda demo
@@ -24,10 +25,15 @@ pytest: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, more than 2**31 elements
-	$(BIN)/python -m pytest -m slow --slow tests/test_cpu.py tests/test_exhaustive.py tests/test_corners.py
+	$(BIN)/python -m pytest -m slow --slow tests/test_cpu_sweeps.py tests/test_exhaustive.py tests/test_corners.py
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py tests/test_learned.py
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py \
+	  tests/test_learned.py tests/test_honest.py -m "not gpu"
+
+SECONDS ?= 600
+soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu
@@ -36,7 +42,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu -m gpu -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/test_honest.py -m gpu -p no:benchmark -n 8
 
 gpu-bench:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
@@ -45,6 +51,10 @@ gpu-bench:
 
 mutation: .venv/installed  ## break the reference one line at a time; every mutant must be caught
 	$(BIN)/python tests/mutation.py
+
+package: .venv/installed  ## the sdist, the wheel from it, no stray files in them, and the wheel used in a bare environment
+	$(BIN)/pip install --quiet 'build>=1.2'
+	$(BIN)/python tests/package.py
 
 build: .venv/installed
 

@@ -6,8 +6,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-SHARED = ("__init__", "__main__", "common", "linear_table")
-AREAS = sorted(p.stem for p in Path(__file__).parent.glob("*.py") if p.stem not in SHARED)
+SHARED = ("common", "linear_table")
+AREAS = sorted(p.stem for p in Path(__file__).parent.glob("[!_]*.py") if p.stem not in SHARED)
 
 
 def main() -> int:

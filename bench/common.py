@@ -6,17 +6,25 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 
 Body = Callable[[], object]
 
 
-def arguments(area: str, argv: Sequence[str]) -> argparse.Namespace:
+def arguments(
+    area: str,
+    argv: Sequence[str] | None,
+    quick: str = "small sizes and few repeats: does it run at all",
+    more: Callable[[argparse.ArgumentParser], object] | None = None,
+) -> argparse.Namespace:
+    """What every area takes; `quick` says what it leaves out then, `more` adds options of its own."""
     parser = argparse.ArgumentParser(prog=f"python -m bench {area}")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few repeats: does it run at all")
+    parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    if more is not None:
+        more(parser)
     return parser.parse_args(argv)
 
 
@@ -41,10 +49,12 @@ def interleaved(bodies: dict[str, Body], repeats: int, seconds: float = 0.4) -> 
     return best
 
 
-def per_call(body: Body, calls: int = 2000, repeats: int = 7) -> float:
-    """The best mean time of a short call, in seconds."""
+def per_call(body: Body, calls: int = 2000, repeats: int = 7, wait: Body | None = None) -> float:
+    """The best mean time of a short call, in seconds; `wait` comes before each repeat and does not count."""
     best = float("inf")
     for _ in range(repeats):
+        if wait is not None:
+            wait()
         start = time.perf_counter()
         for _ in range(calls):
             body()
@@ -94,7 +104,7 @@ def show_bars(bars: Sequence[Bar]) -> None:
 
 def write_json(path: Path | None, content: dict[str, Any]) -> None:
     if path is not None:
-        content = {key: [asdict(v) if isinstance(v, Bar) else v for v in value] if isinstance(value, list) else value
+        content = {key: [asdict(v) if is_dataclass(v) else v for v in value] if isinstance(value, list) else value
                    for key, value in content.items()}  # fmt: skip
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"\nwrote {path}")

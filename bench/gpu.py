@@ -7,13 +7,11 @@ so does the count (`reads`). Every result is compared with the reference before 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -33,6 +31,10 @@ from baracuda import (
 )
 from baracuda.plan import SelectedPlan
 from baracuda.problem import OPS, Problem, packed_shape, scale_elements
+from baracuda.types import INTEGERS, OpCategory
+
+from ._gpu_peers import PEERS
+from .common import arguments, per_call, write_json
 
 SCOPES: dict[str, Scope] = {
     "tensor": PerTensor(),
@@ -75,10 +77,7 @@ def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem
         rows = shape[0] // (2 if element is ElementKind.F64 else 1)
         for op in QuantizeKind:
             row = OPS[op]
-            if not (row.elementwise or row.dynamic) or op in (
-                QuantizeKind.QUANTIZED_LINEAR,
-                QuantizeKind.SMOOTHQUANT_LINEAR,
-            ):
+            if not (row.elementwise or row.dynamic) or row.category is OpCategory.GEMM:
                 continue
             for scope_name, scope in SCOPES.items():
                 for kind in _kinds(op, quick):
@@ -106,7 +105,7 @@ def _kinds(op: QuantizeKind, quick: bool) -> tuple[ElementKind, ...]:
         return (ElementKind.S8,)
     if quick:
         return (ElementKind.S8, ElementKind.S4)
-    return (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
+    return INTEGERS
 
 
 def operands(p: Problem, device: torch.device) -> tuple[Any, ...]:
@@ -134,7 +133,7 @@ def operands(p: Problem, device: torch.device) -> tuple[Any, ...]:
 def moved(p: Problem) -> int:
     """The bytes an op must move: each input read once, each output written once, and a second read where it must."""
     numel, size = p.view.numel, p.element.dtype.itemsize
-    stored = _product(packed_shape(p.shape, p.quantized)) * p.quantized.dtype.itemsize
+    stored = prod(packed_shape(p.shape, p.quantized)) * p.quantized.dtype.itemsize
     segments = p.view.segments * (p.scale_element.dtype.itemsize + 4 * (p.mode is DynamicRangeMode.ASYMMETRIC))
     if p.op is QuantizeKind.FAKE_QUANTIZE:
         return 2 * numel * size + segments
@@ -150,13 +149,6 @@ def moved(p: Problem) -> int:
     if p.op is QuantizeKind.DYNAMIC_QUANTIZE and bundle > 2**17:
         return 2 * numel * size + stored + segments
     return numel * size + stored + segments
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for n in shape:
-        result *= n
-    return result
 
 
 def microseconds(call: Callable[[], object], repeats: int = 8, batches: int = 7) -> float:
@@ -208,68 +200,6 @@ def verify(p: Problem, plan: SelectedPlan, values: tuple[Any, ...], workspace: T
             raise SystemExit(f"{p}: {OPS[p.op].operands[i].name} differs from the reference in {wrong} elements")
 
 
-def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
-    """torch.compile's kernel for the same formula, unpacked 8-bit ops only."""
-    if p.quantized.is_packed:
-        return None
-    view, math = p.view, p.element.math.dtype
-    low, high, out_type, element = p.q_min, p.q_max, p.quantized.dtype, p.element.dtype
-    shape = (view.rows, 1, view.inner)
-
-    def see(x: Tensor) -> Tensor:
-        return x.view(view.shape).to(math)
-
-    def steps(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
-        return torch.clamp(torch.round(see(x) / s.view(shape)) + zp.view(shape), low, high)
-
-    def quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
-        return steps(x, s, zp).to(out_type)
-
-    def fake_quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
-        return ((steps(x, s, zp) - zp.view(shape)) * s.view(shape)).to(element)
-
-    def dequantize(q: Tensor, s: Tensor, zp: Tensor) -> Tensor:
-        return ((q.view(view.shape).to(math) - zp.view(shape)) * s.view(shape)).to(element)
-
-    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
-        seen = see(x)
-        scale = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high
-        return torch.clamp(torch.round(seen / scale), low, high).to(out_type), scale
-
-    def fake_backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
-        t = torch.round(see(x) / s.view(shape)) + zp.view(shape)
-        return torch.where((t >= low) & (t <= high), see(dy), 0.0).to(element)
-
-    bodies: dict[QuantizeKind, tuple[Callable[..., object], tuple[Any, ...]]] = {
-        QuantizeKind.QUANTIZE: (quantize, values[:3]),
-        QuantizeKind.FAKE_QUANTIZE: (fake_quantize, values[:3]),
-        QuantizeKind.DEQUANTIZE: (dequantize, values[:3]),
-        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, values[:4]),
-    }
-    if p.mode is DynamicRangeMode.SYMMETRIC:
-        bodies[QuantizeKind.DYNAMIC_QUANTIZE] = (dynamic, values[:1])
-    if p.op not in bodies:
-        return None
-    body, inputs = bodies[p.op]
-    torch._dynamo.reset()
-    compiled = torch.compile(body, dynamic=False)
-    return lambda: compiled(*inputs)
-
-
-def native_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
-    """torch's own kernel for the op, where it has one."""
-    if p.op is QuantizeKind.FAKE_QUANTIZE and p.scope == PerTensor() and p.element is not ElementKind.F64:
-        x, scale, zero_point, _ = values
-        return lambda: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, p.q_min, p.q_max)
-    if p.op is QuantizeKind.QUANTIZE and p.element is ElementKind.F32 and p.quantized is ElementKind.S8:
-        x, scale, zero_point, _ = values
-        if p.scope == PerTensor():
-            return lambda: torch.quantize_per_tensor(x, scale, zero_point, torch.qint8)
-        if p.scope == PerChannel(0):
-            return lambda: torch.quantize_per_channel(x, scale, zero_point, 0, torch.qint8)
-    return None
-
-
 def measure(
     name: str, p: Problem, ceiling: float, device: torch.device, peers: bool, small: bool, check: bool = True
 ) -> Line:
@@ -283,7 +213,7 @@ def measure(
     elapsed = timer(lambda: plan._launch(values, workspace))
     found: dict[str, float] = {}
     if peers:
-        for peer, make in (("torch.compile", compiled_peer), ("torch", native_peer)):
+        for peer, make in PEERS.items():
             call = make(p, values)
             if call is not None:
                 found[peer] = timer(call)
@@ -323,25 +253,18 @@ def host_microseconds(device: torch.device) -> float:
     """Host time of one checked launch of a small quantize plan."""
     p = Problem(QuantizeKind.QUANTIZE, (8, 128), ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
     plan, values = SelectedPlan(p, device), operands(p, device)
-    best = []
-    for _ in range(20):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        for _ in range(200):
-            plan.launch(values)
-        best.append((time.perf_counter() - start) / 200 * 1e6)
-    return min(best)
+    return 1e6 * per_call(lambda: plan.launch(values), 200, 20, lambda: torch.cuda.synchronize(device))
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench gpu", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the measurements to FILE too")
-    parser.add_argument("--quick", action="store_true", help="leave out f16, u8, u4 and the peers")
+def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="4096 x 4096 against torch.compile instead")
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
     parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
-    options = parser.parse_args(arguments)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments("gpu", argv, "leave out f16, u8, u4 and the peers", _options)
     if not torch.cuda.is_available():
         raise SystemExit("bench gpu: torch sees no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -370,11 +293,8 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         slower = [line for line in lines if line.microseconds > line.peers.get("torch.compile", float("inf"))]
         print(f"{len(slower)} of {len(lines)} slower than torch.compile")
-    if options.json:
-        with open(options.json, "w") as file:
-            device_name, versions = torch.cuda.get_device_name(device), {"torch": torch.__version__}
-            head = {"device": device_name, "versions": versions, "copy_terabytes": ceiling / 1e6}
-            json.dump({**head, "lines": [asdict(line) for line in lines]}, file, indent=1)
+    head = {"device": torch.cuda.get_device_name(device), "versions": {"torch": torch.__version__}}
+    write_json(options.json, {**head, "copy_terabytes": ceiling / 1e6, "lines": lines})
 
 
 def _label(name: str, p: Problem) -> str:
@@ -388,7 +308,3 @@ def _row(line: Line, small: bool) -> str:
     miss = "!" if (late if small else line.share < line.bar) else " "
     text = f"{miss} {line.op:34s}{line.scope:18s}{line.element:5s}{line.quantized:4s}"
     return f"{text}{line.microseconds:9.1f} us {line.terabytes:6.2f} TB/s {line.share:6.1%}  {peers}"
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

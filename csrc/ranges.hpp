@@ -280,7 +280,7 @@ void fused(const Job& job, int64_t part, int64_t parts) {
     if (v.inner > 1 || v.run < SHORT_RUN) prepare(step, tile);
     if (v.inner == 1) {
         // Segments whose ends share a byte stay together.
-        const int64_t together = is_packed(p.quantized) && v.run < p.last ? p.last / v.run : 1;
+        const int64_t together = is_packed(p.quantized) && v.run > 0 && v.run < p.last ? p.last / v.run : 1;
         int64_t rows = least(BLOCK_SEGMENTS, v.run < BLOCK_ELEMENTS ? BLOCK_ELEMENTS / (v.run ? v.run : 1) : 1);
         rows = rows > together ? rows / together * together : together;
         const Range range = share((v.rows + rows - 1) / rows, part, parts);

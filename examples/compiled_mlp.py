@@ -1,4 +1,4 @@
-"""A quantized MLP under torch.compile: one graph, no breaks, the bits of the eager model.
+"""A quantized MLP under torch.compile: one graph, no breaks, the numbers of the eager model.
 
 python examples/compiled_mlp.py
 """
@@ -48,8 +48,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         breaks = torch._dynamo.explain(quantized)(x).graph_break_count
         compiled = torch.compile(quantized, fullgraph=True, dynamic=True, backend=compiler)
         error = (quantized(x) - model(x)).norm() / model(x).norm()
-        # The linears' bits are the eager ones; GELU's are the compiler's own.
-        same = bool((compiled(x) - quantized(x)).norm() <= 1e-3 * quantized(x).norm())
+        # To 0.1 %, not to the bit: GELU is the compiler's own, and its last bit can move a rounding of the next linear.
+        agrees = bool((compiled(x) - quantized(x)).norm() <= 1e-3 * quantized(x).norm())
         table = {
             "float, eager": milliseconds(lambda: model(x), options.repeats),
             "int8, eager": milliseconds(lambda: quantized(x), options.repeats),
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     for name, spent in table.items():
         print(f"{name:20} {spent:8.2f} ms   {table['float, eager'] / spent:5.2f}x")
     print(f"\n{breaks} graph breaks; int8 differs from float by {error:.2%}")
-    return {"graph_breaks": breaks, "same_bits": same, "error": float(error), "milliseconds": table}
+    return {"graph_breaks": breaks, "agrees": agrees, "error": float(error), "milliseconds": table}
 
 
 if __name__ == "__main__":

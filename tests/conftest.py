@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -16,6 +17,18 @@ settings.register_profile(
 )
 settings.register_profile("explore", database=None, deadline=None, max_examples=5000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """What a test of the compiled backend may change: the instruction set, the threads, the flag for denormals."""
+    from baracuda import _cpu
+
+    isa, threads = _cpu.isa(), torch.get_num_threads()
+    yield
+    _cpu.use_isa(isa)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

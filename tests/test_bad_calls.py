@@ -24,12 +24,18 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         InvalidProblem,
         "x: expected a torch tensor or an array .*got list",
     ),
-    ("x is integer", lambda: baracuda.quantize(Q, 1.0), Unsupported, "the float tensor: .*got s8"),
+    ("x is integer", lambda: baracuda.quantize(Q, 1.0), Unsupported, "the float tensor: .*got s8; convert it"),
+    (
+        "x is int32",
+        lambda: baracuda.quantize(X.int(), 1.0),
+        Unsupported,
+        r"expected one of f16, bf16, f32, f64, got s32; convert it, as with \.to\(torch\.float32\)",
+    ),
     (
         "x is int64",
         lambda: baracuda.quantize(X.long(), 1.0),
         InvalidProblem,
-        r"expected an element kind .*torch\.int64",
+        r"expected an element kind .*torch\.int64; convert the tensor, as with \.to\(torch\.float32\)",
     ),
     (
         "x is text",

@@ -6,70 +6,24 @@ import itertools
 import os
 import subprocess
 import sys
-import tracemalloc
-from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from compiled import CPU, OPS_HERE, _cpu, assert_like_reference, plan_for
 
 import baracuda
 from baracuda import (
-    Arithmetic,
     BackendKind,
     DynamicRangeMode,
     ElementKind,
-    InvalidProblem,
-    PerChannel,
-    PerGroup,
-    PerTensor,
-    PerToken,
     PlanPreference,
     QuantizeKind,
 )
-from baracuda.backends.registry import Value, candidates, kernels
-from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Problem
-from baracuda.types import FLOATS, MAX_ZERO_POINT
-from cases import CASES, LARGE_LAYOUTS, assert_same_bits, is_linear, operands
+from baracuda.backends.registry import candidates
+from baracuda.problem import Problem
+from cases import CASES, is_linear, operands
 
-_cpu = pytest.importorskip("baracuda._cpu", reason="the compiled module is missing")
-CPU = torch.device("cpu")
-#: All but the learned backward, whose cases and sums are test_learned's.
-OPS_HERE = frozenset[QuantizeKind]().union(*(kernel.ops for kernel in kernels(BackendKind.CPU))) - {
-    QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD
-}
-
-
-@pytest.fixture(autouse=True)
-def _restore() -> Iterator[None]:
-    isa, threads = _cpu.isa(), torch.get_num_threads()
-    yield
-    _cpu.use_isa(isa)
-    torch.set_num_threads(threads)
-    torch.set_flush_denormal(False)
-
-
-def plan_for(problem: Problem, backend: BackendKind = BackendKind.CPU) -> SelectedPlan:
-    return SelectedPlan(problem, CPU, PlanPreference(prefer_backend=backend))
-
-
-def launch(plan: SelectedPlan, values: tuple[Value, ...]) -> dict[str, Tensor]:
-    """The outputs of a run over fresh, poisoned outputs and workspace."""
-    rows = OPS[plan.problem.op].operands
-    fresh = tuple(
-        torch.full_like(v, 77) if o.output and isinstance(v, Tensor) else v for o, v in zip(rows, values, strict=True)
-    )
-    plan.launch(fresh, torch.full((plan.workspace_size(),), 0xA5, dtype=torch.uint8))
-    return {o.name: v for o, v in zip(rows, fresh, strict=True) if o.output and isinstance(v, Tensor)}
-
-
-def assert_like_reference(problem: Problem, values: tuple[Value, ...], what: object, isas: list[str]) -> None:
-    expected = launch(plan_for(problem, BackendKind.REFERENCE), values)
-    plan = plan_for(problem)
-    for isa in isas:
-        _cpu.use_isa(isa)
-        assert_same_bits(launch(plan, values), expected, f"{isa}: {what}")
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------
@@ -81,179 +35,6 @@ def test_every_case_has_the_bits_of_the_reference_on_every_instruction_set(op: Q
     assert cases
     for case in cases:
         assert_like_reference(case.problem, operands(case), case, _cpu.isas())
-
-
-@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16], ids=lambda kind: kind.value)
-@pytest.mark.parametrize("arithmetic", list(Arithmetic), ids=lambda arithmetic: arithmetic.value)
-def test_every_16_bit_float_quantizes_as_the_reference_does(element: ElementKind, arithmetic: Arithmetic) -> None:
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(element.dtype)
-    exotic = [0.0, -0.5, 2.0**-149, 2.0**-101, 2.0**-100, 2.0**100, 2.0**101, 3e38, float("inf"), float("nan")]
-    scales = [0.003, 0.0078125, 1 / 3, 1.0, 1.7, 2.0**-20, 2.0**-24, 40000.0, *exotic]
-    zero_points = [0, 3, -128, 255, 2**21 - 1, 2**21, -(2**22), MAX_ZERO_POINT, -MAX_ZERO_POINT]
-    dy = x.flip(0)
-    for scale, zero_point in itertools.product(scales, zero_points):
-        pair = torch.tensor(scale), torch.tensor(zero_point, dtype=torch.int32)
-        for op in (QuantizeKind.QUANTIZE, QuantizeKind.FAKE_QUANTIZE, QuantizeKind.QUANTIZE_BACKWARD):
-            p = Problem(op, (x.numel(),), element, ElementKind.S8, -128, 127, arithmetic=arithmetic)
-            out = torch.empty_like(x, dtype=torch.int8 if op is QuantizeKind.QUANTIZE else None)
-            values = (x, *([dy] if op is QuantizeKind.QUANTIZE_BACKWARD else []), *pair, out)
-            assert_like_reference(p, values, (op, scale, zero_point), _cpu.isas())
-
-
-@pytest.mark.parametrize("isa", _cpu.isas())
-@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16], ids=lambda kind: kind.value)
-def test_every_16_bit_float_survives_its_conversions(isa: str, element: ElementKind) -> None:
-    """dequantize_backward with scale 1 converts there and back; the scale's own type is read one by one."""
-    _cpu.use_isa(isa)
-    x = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(element.dtype)
-    p = Problem(QuantizeKind.DEQUANTIZE_BACKWARD, (x.numel(),), element, ElementKind.S8, -128, 127)
-    expected = x.masked_fill(x.isnan(), float("nan"))
-    got = launch(plan_for(p), (None, x, 1.0, None, x))["grad_input"]
-    assert_same_bits({"x": got}, {"x": expected}, element)
-    # Halfway points of the narrower type, reached from f32 products.
-    wide = torch.arange(0, 2**31 - 1, 104729, dtype=torch.int64).to(torch.int32).view(torch.float32)
-    q = torch.ones(wide.numel(), dtype=torch.int8)
-    p = Problem(QuantizeKind.DEQUANTIZE, (wide.numel(),), element, ElementKind.S8, -128, 127, PerChannel(0))
-    assert_like_reference(p, (q, wide, None, torch.empty(wide.numel(), dtype=element.dtype)), "narrowing", [isa])
-
-
-def _sweep_f32(scale: float, zero_point: int, isa: str, step: int) -> None:
-    """Every `step`-th of all 2**32 floats, against torch's division and rounding."""
-    _cpu.use_isa(isa)
-    chunk = 2**22
-    quantize = Problem(QuantizeKind.QUANTIZE, (chunk,), ElementKind.F32, ElementKind.S8, -128, 127)
-    plan, out = plan_for(quantize), torch.empty(chunk, dtype=torch.int8)
-    s = torch.tensor(scale)
-    low, high = float(-128 - zero_point), float(127 - zero_point)
-    for start in range(-(2**31), 2**31, chunk * step):
-        x = torch.arange(start, start + chunk * step, step, dtype=torch.int64).to(torch.int32).view(torch.float32)
-        plan.launch((x, s, zero_point, out), None)
-        t = torch.fmin(torch.fmax(torch.round(x / s), torch.tensor(low)), torch.tensor(high))
-        expected = (t.to(torch.int32) + zero_point).to(torch.int8)
-        assert torch.equal(out, expected), (scale, zero_point, start)
-
-
-@pytest.mark.parametrize("zero_point", [0, -77, 2**21 - 1, MAX_ZERO_POINT])
-@pytest.mark.parametrize("scale", [0.0123, 2.0**-100, 0.9999999 * 2.0**100])
-def test_a_sample_of_all_f32_quantizes_as_division_does(scale: float, zero_point: int) -> None:
-    for isa in _cpu.isas():
-        _sweep_f32(scale, zero_point, isa, step=509)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("scale", "zero_point"), [(0.0123, 0), (0.3333333, 2**21 - 1), (1.7e-30, -(2**21) + 1)])
-def test_all_f32_quantize_as_division_does(scale: float, zero_point: int) -> None:
-    _sweep_f32(scale, zero_point, _cpu.isas()[-1], step=1)
-
-
-def test_random_scales_near_ties_quantize_as_division_does() -> None:
-    """x = (k + 1/2) * scale and its neighbours: where a reciprocal alone goes wrong."""
-    generator = torch.Generator().manual_seed(3)
-    scales = torch.randint(2**23 * 28, 2**23 * 226, (1500,), generator=generator, dtype=torch.int32).view(torch.float32)
-    ties = (torch.arange(-130, 130) + 0.5).repeat_interleave(7)
-    nudge = torch.arange(-3, 4, dtype=torch.int32).repeat(260)
-    x = ((ties * scales[:, None]).view(torch.int32) + nudge).view(torch.float32)
-    p = Problem(QuantizeKind.QUANTIZE, tuple(x.shape), ElementKind.F32, ElementKind.S8, -128, 127, PerToken())
-    assert_like_reference(p, (x, scales, None, torch.empty(x.shape, dtype=torch.int8)), "ties", _cpu.isas())
-
-
-# -- threads, flags and memory -----------------------------------------------------------------------------------
-
-MANY = [case for case in CASES if case.problem.shape in dict(LARGE_LAYOUTS) and case.problem.op in OPS_HERE]
-
-
-def test_the_thread_count_does_not_change_a_bit() -> None:
-    for case in MANY[::7]:
-        plan, values = plan_for(case.problem), operands(case)
-        torch.set_num_threads(1)
-        expected = launch(plan, values)
-        for threads in (2, 3, 7):
-            torch.set_num_threads(threads)
-            assert_same_bits(launch(plan, values), expected, (threads, case))
-
-
-def test_flushing_denormals_does_not_change_a_bit() -> None:
-    tiny = [case for case in CASES if case.data in ("subnormal", "bits") and case.problem.op in OPS_HERE][::5]
-    for case in [*tiny, *MANY[::31]]:
-        values = operands(case)
-        plan = plan_for(case.problem)
-        expected = launch(plan, values)
-        if not torch.set_flush_denormal(True):
-            pytest.skip("this machine cannot flush denormals")
-        got = launch(plan, values)
-        still_flushes = (torch.tensor([1e-310], dtype=torch.float64) * 1.0).item() == 0.0
-        torch.set_flush_denormal(False)
-        assert_same_bits(got, expected, case)
-        assert still_flushes, "the caller's flag was not put back"
-
-
-def test_a_run_allocates_nothing_that_grows() -> None:
-    x, out = torch.randn(256, 512), torch.empty(256, 512, dtype=torch.int8)
-    scale = torch.empty(256)
-    p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, (256, 512), ElementKind.F32, ElementKind.S8, -127, 127, PerToken())
-    plan = plan_for(p)
-    plan.launch((x, scale, None, out), None)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        plan.launch((x, scale, None, out), None)
-    assert all(event.self_cpu_memory_usage == 0 for event in profile.key_averages())
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    for _ in range(100):
-        plan.launch((x, scale, None, out), None)
-    after = tracemalloc.get_traced_memory()[0]
-    tracemalloc.stop()
-    assert after - before < 4096
-
-
-# -- strides -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("element", FLOATS, ids=lambda kind: kind.value)
-@pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1), PerChannel(0), PerGroup(3, axis=1)])
-def test_row_strided_inputs_run_in_place(element: ElementKind, scope: baracuda.Scope) -> None:
-    wide = torch.randn(4, 6, 29, dtype=torch.float64).to(element.dtype)
-    x = wide[..., 2:19]
-    for kind in (ElementKind.S8, ElementKind.S4):
-        got = baracuda.dynamic_quantize(x, scope=scope, dtype=kind)
-        expected = baracuda.dynamic_quantize(x.contiguous(), scope=scope, dtype=kind)
-        assert torch.equal(got.q, expected.q)
-        assert torch.equal(got.scale, expected.scale)
-        p = Problem(QuantizeKind.QUANTIZE, (4, 6, 17), element, kind, kind.q_min, kind.q_max, scope)
-        out = torch.empty(expected.q.shape, dtype=kind.dtype)
-        values = (x, got.scale, None, out)
-        assert not x.is_contiguous()
-        assert_like_reference(p, values, "strided", _cpu.isas())
-
-
-def test_strided_integers_gradients_scales_and_repeated_rows_run_in_place() -> None:
-    q = torch.randint(-128, 128, (5, 4, 33), dtype=torch.int8)[..., :20]
-    packed = torch.randint(0, 256, (5, 4, 15), dtype=torch.uint8)[..., 1:11]
-    scale = torch.rand(5, 9)[:, 2:6] + 0.1
-    zero_point = torch.randint(-9, 9, (5, 7), dtype=torch.int32)[:, :4]
-    x = torch.randn(5, 4, 24)[..., :20]
-    repeated = torch.randn(20).expand(5, 4, 20)
-    out = torch.empty(5, 4, 20)
-    for kind, stored in ((ElementKind.S8, q), (ElementKind.S4, packed), (ElementKind.U4, packed)):
-        p = Problem(QuantizeKind.DEQUANTIZE, (5, 4, 20), ElementKind.F32, kind, kind.q_min, kind.q_max, PerToken())
-        assert_like_reference(p, (stored, scale, zero_point, out), kind, _cpu.isas())
-    p = Problem(QuantizeKind.FAKE_QUANTIZE_BACKWARD, (5, 4, 20), ElementKind.F32, ElementKind.S8, -128, 127, PerToken())
-    assert_like_reference(p, (repeated, x, scale, zero_point, out), "backward", _cpu.isas())
-
-
-def test_other_strides_are_declined_by_plans_with_a_reason_and_made_contiguous_by_functions() -> None:
-    x = torch.randn(8, 6).t()
-    p = Problem(QuantizeKind.QUANTIZE, (6, 8), ElementKind.F32, ElementKind.S8, -128, 127)
-    with pytest.raises(InvalidProblem, match="contiguous or row-strided"):
-        plan_for(p).launch((x, 0.1, None, torch.empty(6, 8, dtype=torch.int8)), None)
-    assert torch.equal(baracuda.quantize(x, 0.1), baracuda.quantize(x.contiguous(), 0.1))
-
-
-def test_an_output_may_be_its_input() -> None:
-    for element in FLOATS:
-        x = torch.randn(3, 4099, dtype=torch.float64).to(element.dtype)
-        expected = baracuda.fake_quantize(x, 0.03)
-        baracuda.fake_quantize(x, 0.03, out=x)
-        assert torch.equal(x, expected)
 
 
 # -- linears -----------------------------------------------------------------------------------------------------

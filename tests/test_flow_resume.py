@@ -119,7 +119,7 @@ def test_a_run_that_died_after_calibrating_does_not_calibrate_again(
     quantize_checkpoint(tmp_path / "model", tmp_path / "whole", **options)
     with monkeypatch.context() as broken:
         broken.setattr(ShardJob, "_work", lambda *_: (_ for _ in ()).throw(OSError("the disk is full")))
-        with pytest.raises(OSError, match="full"):
+        with pytest.raises(FlowError, match="full"):
             quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)
     with monkeypatch.context() as forbidden:
         forbidden.setattr("baracuda.flow.prepare.prepare", None)

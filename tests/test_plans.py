@@ -28,7 +28,7 @@ from baracuda import (
     Scope,
 )
 from baracuda.backends import registry
-from baracuda.backends.registry import Kernel, Value
+from baracuda.backends.registry import NO_KERNEL, Kernel, Value
 from baracuda.problem import OPS, Operand, OpRow, Problem
 from baracuda.scope import Shape, View
 
@@ -283,7 +283,7 @@ def test_a_wrong_workspace_is_refused_before_anything_is_written(
 def test_when_nothing_fits_every_reason_is_told(halve: Any) -> None:
     with pytest.raises(baracuda.Unsupported, match=r"cpu\.halve: too long") as raised:
         halve.select(HalveDescriptor(10))
-    assert raised.value.reasons == {"cpu.halve": "too long"}
+    assert raised.value.reasons == {"cpu.halve": "too long", "triton": NO_KERNEL, "reference": NO_KERNEL}
     with pytest.raises(baracuda.Unsupported, match=r"needs 32 bytes of workspace, max_workspace_bytes is 31"):
         halve.select(HalveDescriptor(4), PlanPreference(max_workspace_bytes=31))
     assert halve.select(HalveDescriptor(4), PlanPreference(max_workspace_bytes=32))

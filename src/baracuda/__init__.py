@@ -105,7 +105,7 @@ from .types import (
 
 if TYPE_CHECKING:
     from . import flow, nn, parallel
-    from .flow import load
+    from .flow.load import load
     from .models import LinearScheme, Report, convert, prepare_qat, quantize_model
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.

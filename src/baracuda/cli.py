@@ -243,15 +243,15 @@ def _matrix(asked: list[Cell], device: torch.device) -> tuple[Table, list[str], 
 
 
 def _heading(backend: BackendKind, asked: list[Cell], device: torch.device) -> str:
-    serves = any(cell.answers.get(backend, "") is None for cell in asked)
+    serves = any(cell.answers[backend] is None for cell in asked)
     return f"{backend.value}\n[dim]{kernels(backend)[0].arch(device) if serves else '-'}[/]"
 
 
 def _answer(group: list[Cell], backend: BackendKind, reasons: dict[str, int]) -> str:
-    declined = [cell for cell in group if cell.answers.get(backend, "") is not None]
+    declined = [cell for cell in group if cell.answers[backend] is not None]
     if not declined:
         return "[green]yes[/]"
-    why = sorted({cell.answers.get(backend) or "has no kernel for this operation" for cell in declined})
+    why = sorted({str(cell.answers[backend]) for cell in declined})
     notes = " ".join(f"[cyan]{reasons.setdefault(reason, len(reasons) + 1)}[/]" for reason in why)
     return f"no {notes}" if len(declined) == len(group) else f"not {' / '.join(_elements(declined))} {notes}"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .backends.registry import candidates
+from .backends.registry import BACKENDS, NO_KERNEL, candidates
 from .problem import OPS, Problem, scale_elements
 from .scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from .types import (
@@ -63,8 +63,8 @@ def cells(device: torch.device) -> Iterator[Cell]:
 
 
 def _ask(problem: Problem, device: torch.device) -> dict[BackendKind, str | None]:
-    answers: dict[BackendKind, str | None] = {}
+    answers: dict[BackendKind, str | None] = dict.fromkeys(BACKENDS, NO_KERNEL)
     for kernel, reason in candidates(problem, device, PlanPreference()):
-        if answers.get(kernel.backend, "") is not None:
+        if answers[kernel.backend] is not None:
             answers[kernel.backend] = reason
     return answers

@@ -47,8 +47,8 @@ class Problem:
     activation: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
-        _require_element("the float tensor", self.element, FLOATS)
-        _require_element("the quantized tensor", self.quantized, INTEGERS)
+        _require_element("the float tensor", self.element, FLOATS, "convert it, as with .to(torch.float32)")
+        _require_element("the quantized tensor", self.quantized, INTEGERS, "choose one of these, such as s8")
         self._require_choices()
         if any(type(size) is not int or size < 0 for size in self.shape):
             raise InvalidProblem(f"{self.op.value}: expected non-negative integer sizes, got shape {list(self.shape)}")
@@ -58,8 +58,9 @@ class Problem:
         if row.dynamic:
             self._require_dynamic()
         if row.category is OpCategory.GEMM:
-            _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4))
-            _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8))
+            _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4), "quantize it to one of these")
+            activations = (ElementKind.S8, ElementKind.U8)
+            _require_element("quantized activations", self.quantized, activations, "quantize them to one of these")
         elif self.activation is not Activation.NONE:
             raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.activation}")
 
@@ -98,7 +99,8 @@ class Problem:
             raise InvalidProblem(
                 f"asymmetric mode divides by q_max - q_min: expected q_min < q_max, got both {self.q_min}"
             )
-        _require_element("the stored scale", self.scale_element, scale_elements(self.element))
+        stored = scale_elements(self.element)
+        _require_element("the stored scale", self.scale_element, stored, "leave it out for the first of these")
 
     @property
     def view(self) -> View:
@@ -129,10 +131,10 @@ def fake_storage(q_min: int, q_max: int) -> ElementKind:
     raise InvalidProblem(f"expected a range inside s8's [-128, 127] or u8's [0, 255], got [{q_min}, {q_max}]")
 
 
-def _require_element(what: str, kind: ElementKind, accepted: tuple[ElementKind, ...]) -> None:
+def _require_element(what: str, kind: ElementKind, accepted: tuple[ElementKind, ...], remedy: str) -> None:
     if kind not in accepted:
         names = ", ".join(k.value for k in accepted)
-        raise Unsupported(f"{what}: expected one of {names}, got {kind.value}")
+        raise Unsupported(f"{what}: expected one of {names}, got {kind.value}; {remedy}")
 
 
 # -- the op table ------------------------------------------------------------------------------------------------

@@ -53,9 +53,10 @@ class ElementKind(_Member):
         """The kind that a member, a torch dtype or a name such as "s8" or "bfloat16" stands for."""
         kind = _KINDS.get(value) if value.__hash__ is not None else None
         if kind is None:
+            remedy = "; convert the tensor, as with .to(torch.float32)" if isinstance(value, torch.dtype) else ""
             raise InvalidProblem(
                 f"expected an element kind (one of {', '.join(k.value for k in cls)}), "
-                f"its torch dtype or its name, got {value!r}"
+                f"its torch dtype or its name, got {value!r}{remedy}"
             )
         return kind
 

@@ -93,12 +93,19 @@ BACKENDS: dict[BackendKind, str] = {
     BackendKind.CPU: "baracuda.backends.cpu",
     BackendKind.REFERENCE: "baracuda.backends.reference",
 }
+#: The reason of a backend that cannot be asked.
+NO_KERNEL = "has no kernel for this operation"
 
 
 def kernels(backend: BackendKind) -> tuple[Kernel, ...]:
     """The kernels of one backend, most preferred first."""
     loaded: tuple[Kernel, ...] = import_module(BACKENDS[backend]).KERNELS
     return loaded
+
+
+def offers(backend: BackendKind, op: QuantizeKind) -> bool:
+    """Whether a backend has kernels for an operation at all."""
+    return any(op in kernel.ops for kernel in kernels(backend))
 
 
 def candidates(
@@ -123,7 +130,8 @@ def choose(problem: Problem, device: torch.device, preference: PlanPreference | 
         if reason is None:
             return kernel
         reasons[f"{kernel.backend.value}.{kernel.name}"] = reason
-    raise Unsupported(f"no kernel takes {problem} on {device}:", reasons)
+    without = {backend.value: NO_KERNEL for backend in BACKENDS if not offers(backend, problem.op)}
+    raise Unsupported(f"no kernel takes {problem} on {device}:", reasons | without)
 
 
 def _over_budget(kernel: Kernel, problem: Problem, device: torch.device, preference: PlanPreference) -> str | None:

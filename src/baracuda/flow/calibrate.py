@@ -186,7 +186,7 @@ def _tokenizer(model_dir: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise FlowError(
             f"{model_dir}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "

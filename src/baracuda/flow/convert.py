@@ -17,7 +17,7 @@ from . import report as reports
 from .calibrate import require_data
 from .checkpoint import FOREIGN_WEIGHTS, INDEX, Checkpoint, read_json
 from .distributed import Team, team
-from .errors import FlowError
+from .errors import FlowError, told
 from .journal import FOLDER, Journal, digest, digest_file
 from .preparation import Preparation
 from .scheme import Scheme
@@ -93,6 +93,11 @@ class Run:
             "calibration": digest_file(self.calibration) if self.calibration else None,
         }
 
+    def version(self, shard: str) -> list[Any]:
+        """The state of the files that a shard of the result is made from; calibration looks at all of them."""
+        read = self.source.shards if self.scheme.needs_calibration else [shard]
+        return [self.source.shards[name].version for name in read]
+
     def go(self, *, resume: bool) -> dict[str, Any]:
         started = time.perf_counter()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
@@ -135,7 +140,9 @@ class Run:
         if not self.scheme.needs_calibration:
             return Preparation()
         assert self.calibration is not None
-        tensors, notes = self.journal.folder / "prepared.safetensors", self.journal.folder / "prepared.json"
+        measured = [file.version for file in self.source.shards.values()]
+        tensors = self.journal.made_from(measured, "prepared.safetensors")
+        notes = self.journal.made_from(measured, "prepared.json")
         # The notes are renamed last: their presence says that both files are whole.
         if self.team.gather(notes.exists())[0]:
             return Preparation.load(tensors, notes)
@@ -150,6 +157,8 @@ class Run:
             self.journal.publish(temporary[0], tensors)
             self.journal.publish(temporary[1], notes)
 
+        for file in self.source.shards.values():
+            file.require_unchanged()
         self._together(keep)
         return made
 
@@ -162,7 +171,7 @@ class Run:
 
     def _convert(self, plans: dict[str, list[Entry]], preparation: Preparation) -> None:
         """Whole shards to each rank, or, with more ranks than shards, the tensors of each shard to all of them."""
-        missing = [name for name in plans if not self.team.gather(self.journal.finished(name))[0]]
+        missing = [n for n in plans if not self.team.gather(self.journal.finished(n, self.version(n)))[0]]
         split = len(plans) < self.team.size
         mine = self.team.share({name: self.source.shards[name].path.stat().st_size for name in missing})
         workers = self.team if split else Team()
@@ -183,6 +192,7 @@ class Run:
         source = self.source.shards[name]
         temporary = self.journal.temporary(name)
         if workers.leads:
+            (self.out / name).unlink(missing_ok=True)  # from another version of the input
             writer = TensorFileWriter(temporary, plan, {"format": "pt"})
         workers.barrier()
         if not workers.leads:
@@ -202,11 +212,12 @@ class Run:
             writer.abandon()
             raise
         writer.close()
+        source.require_unchanged()
         everything: dict[str, Any] = {}
         for part in workers.gather(statistics):
             everything |= part
         if workers.leads:
-            self.journal.write_json(self.journal.statistics(name), dict(sorted(everything.items())))
+            self.journal.write_json(self.journal.statistics(name, self.version(name)), dict(sorted(everything.items())))
             self.journal.publish(temporary, self.out / name)
 
     def _write_small_files(self) -> None:
@@ -231,7 +242,7 @@ class Run:
     def _report(self, preparation: Preparation, seconds: float) -> dict[str, Any]:
         statistics: dict[str, Any] = {}
         for shard in self.source.shards:
-            statistics |= read_json(self.journal.statistics(shard))
+            statistics |= read_json(self.journal.statistics(shard, self.version(shard)))
         content = reports.collect(self, statistics, preparation.notes, seconds)
         if self.evaluation is not None:
             from .evaluate import evaluate  # needs transformers
@@ -271,8 +282,9 @@ def quantize_checkpoint(
     out = Path(out)
     options = Options(scheme, activations, alpha, tuple(ignore), group_size, samples, sequence_length)
     if resume and is_complete(out):
+        Journal(out).sweep()
         return read_json(out / reports.JSON)
-    with team() as ranks, Checkpoint.open(Path(model_dir)) as source:
+    with told(out), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
         run = Run(
             source,
             out,

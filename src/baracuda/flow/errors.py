@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from ..errors import BaracudaError
 
 
@@ -15,3 +20,26 @@ class CheckpointError(BaracudaError):
 
 class FlowError(BaracudaError):
     """A run that cannot start or go on: the message says why and what to do."""
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EROFS: "choose an output directory that can be written",
+    errno.EACCES: "give this user the permission, or choose another directory",
+    errno.EPERM: "give this user the permission, or choose another directory",
+}
+
+
+@contextmanager
+def told(out: Path) -> Iterator[None]:
+    """What the system refuses during a run into `out`, in a sentence: what is finished stays, the rest can follow."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise FlowError(str(error)) from error
+        remedy = _REMEDIES.get(error.errno, "see to that")
+        where = error.filename or out
+        raise FlowError(f"{where}: {error.strerror}; {remedy}, then repeat the command with --resume") from error

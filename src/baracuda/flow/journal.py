@@ -18,7 +18,8 @@ FOLDER = ".baracuda"
 class Journal:
     """`OUT/.baracuda`: temporary files, the fingerprint of the run, and the statistics of each finished shard.
 
-    A shard has its final name only after its bytes and its statistics are on the disk, so a name is a promise.
+    A shard has its final name only after its bytes and its statistics are on the disk, so a name is a promise. What was
+    made from a version of the input has a digest of that version in its name, so that another version is begun anew.
     """
 
     def __init__(self, out: Path) -> None:
@@ -69,11 +70,14 @@ class Journal:
     def write_json(self, final: Path, content: Any) -> None:
         self.write_bytes(final, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
-    def statistics(self, shard: str) -> Path:
-        return self.folder / f"{shard}.json"
+    def made_from(self, version: Any, name: str) -> Path:
+        return self.folder / f"{digest(version)[:16]}-{name}"
 
-    def finished(self, shard: str) -> bool:
-        return (self.out / shard).exists() and self.statistics(shard).exists()
+    def statistics(self, shard: str, version: Any) -> Path:
+        return self.made_from(version, f"{shard}.json")
+
+    def finished(self, shard: str, version: Any) -> bool:
+        return (self.out / shard).exists() and self.statistics(shard, version).exists()
 
     def discard(self) -> None:
         """Leave no trace of a run that has finished nothing."""
@@ -86,8 +90,13 @@ class Journal:
             if path.name != "run.json":
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.folder / "run.json").unlink()
-        self.folder.rmdir()
-        sync_directory(self.out)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove the folder of a run that has ended; one that was killed in its last step leaves it empty."""
+        if self.folder.exists():
+            self.folder.rmdir()
+            sync_directory(self.out)
 
 
 def digest(content: Any) -> str:

@@ -14,7 +14,7 @@ from .errors import FlowError
 from .experts import SERIALIZED, float_experts
 from .packed import PackedLinear
 from .scheme import Scheme, parse_config
-from .structure import matches, model_class, quiet
+from .structure import matches, model_class, model_config, quiet
 
 
 def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
@@ -32,7 +32,7 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     _register()
     options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
     with quiet():
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = model_config(directory)
         config.quantization_config = {"quant_method": "baracuda", "compressed_tensors": quantization}
         cls = model_class(config) or transformers.AutoModel
         model = cls.from_pretrained(directory, config=config, **options)

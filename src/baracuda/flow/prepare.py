@@ -16,7 +16,7 @@ from .folds import Folds, find_folds
 from .preparation import Preparation, input_scale
 from .scheme import Scheme
 from .smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
-from .structure import Structure, model_class, quiet
+from .structure import Structure, model_class, model_config, quiet
 from .trace import trace
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def float_model(directory: Path, device: torch.device) -> nn.Module:
     except ImportError:
         raise FlowError("calibration runs the model: pip install 'baracuda[flow]' for transformers") from None
     with quiet():
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
-        cls = model_class(config) or transformers.AutoModel
+        cls = model_class(model_config(directory)) or transformers.AutoModel
         model: nn.Module = cls.from_pretrained(directory, dtype="auto", use_safetensors=True, local_files_only=True)
     return model.to(device).eval()
 

@@ -11,7 +11,7 @@ import torch
 
 from .. import __version__
 from .checkpoint import read_json
-from .errors import FlowError
+from .errors import FlowError, told
 from .journal import Journal, sync_directory
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def rebuild(out: str | Path) -> Path:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FlowError(f"{out / JSON}: not a report of this version ({type(error).__name__}: {error})") from None
     temporary = out / f".{HTML}.tmp"
-    temporary.write_text(text)
-    temporary.replace(out / HTML)
-    sync_directory(out)
+    with told(out):
+        temporary.write_text(text)
+        temporary.replace(out / HTML)
+        sync_directory(out)
     return out / HTML

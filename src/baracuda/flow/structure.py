@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -161,6 +162,20 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
+
+
+def model_config(directory: Path) -> Any:
+    """What transformers makes of a config.json, alone: code that comes with a model is not run, nor asked about."""
+    import transformers
+
+    with quiet():
+        try:
+            return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError) as error:
+            raise FlowError(
+                f"{directory}: expected a model that transformers {transformers.__version__} knows without code of its "
+                f"own, which baracuda never runs; quantize it without calibration ({str(error)[:200]})"
+            ) from None
 
 
 def model_class(config: Any) -> Any:

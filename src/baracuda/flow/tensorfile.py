@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -64,6 +65,10 @@ class Entry:
         return prod(self.shape[1:]) * self.dtype.itemsize if self.shape else self.dtype.itemsize
 
 
+_VERSION = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
+_FETCH = "copy or download it again"
+
+
 class TensorFile:
     """An open safetensors file. Nothing is mapped: blocks are read into memory of their own, so RSS stays bounded."""
 
@@ -76,8 +81,9 @@ class TensorFile:
         except OSError as error:
             raise CheckpointError("unreadable", f"{path.name}: cannot be opened: {error.strerror}") from None
         try:
+            self._state = os.fstat(self._fd)
             self.header, self.data_start = _read_header(self._fd, path.name)
-            data_bytes = os.fstat(self._fd).st_size - self.data_start
+            data_bytes = self._state.st_size - self.data_start
             self.metadata, self.entries = _parse_header(self.header, path.name, data_bytes)
         except BaseException:
             os.close(self._fd)
@@ -88,6 +94,24 @@ class TensorFile:
 
     def __exit__(self, *_: object) -> None:
         os.close(self._fd)
+
+    @property
+    def version(self) -> list[int]:
+        """What tells this file from a later one of the same name."""
+        return [self._state.st_size, self._state.st_mtime_ns]
+
+    def require_unchanged(self) -> None:
+        """Raises when the file under this name is no longer the one that was opened, as it was then."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            now = None
+        if now is None or any(getattr(now, key) != getattr(self._state, key) for key in _VERSION):
+            raise CheckpointError(
+                "changed",
+                f"{self.path.name}: expected it to stay as it was when the run began, it changed while it was read; "
+                "let whatever writes it finish, then repeat the command with --resume",
+            )
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` of a tensor, or all of it."""
@@ -104,9 +128,12 @@ class TensorFile:
         buffer = into[:count] if into is not None and fits else torch.empty(count, dtype=torch.uint8)
         view, position = _bytes(buffer), self.data_start + self.entries[name].start + offset
         while view:
-            read = os.preadv(self._fd, [view], position)
+            try:
+                read = os.preadv(self._fd, [view], position)
+            except OSError as error:
+                raise CheckpointError("unreadable", f"{self.path.name}: cannot be read: {error.strerror}") from None
             if read == 0:
-                raise CheckpointError("truncated", f"{self.path.name}: ends inside tensor {name}")
+                raise CheckpointError("truncated", f"{self.path.name}: ends inside tensor {name}; {_FETCH}")
             view, position = view[read:], position + read
         return buffer
 
@@ -141,11 +168,16 @@ class TensorFileWriter:
         self.entries = {entry.name: entry for entry in entries}
         header = encode_header(entries, metadata)
         self.size = len(header) + (entries[-1].end if entries else 0)
-        self._data_start, self._dirty = len(header), 0
+        self._data_start, self._dirty, self._path = len(header), 0, path
         self._fd = os.open(path, (os.O_CREAT | os.O_TRUNC if create else 0) | os.O_WRONLY, 0o644)
         if create:
-            os.truncate(self._fd, self.size)
-            self._write(header, 0)
+            try:
+                with self._named():
+                    os.truncate(self._fd, self.size)
+                self._write(header, 0)
+            except BaseException:
+                self.abandon()
+                raise
 
     def write(self, name: str, offset: int, data: Tensor) -> None:
         """Put a block of tensor `name` at byte `offset` of it."""
@@ -157,8 +189,11 @@ class TensorFileWriter:
 
     def close(self) -> None:
         """Done: the bytes are on the disk when this returns."""
-        os.fsync(self._fd)
-        os.close(self._fd)
+        try:
+            with self._named():
+                os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
 
     def abandon(self) -> None:
         os.close(self._fd)
@@ -166,12 +201,22 @@ class TensorFileWriter:
     def _write(self, data: bytes | memoryview, position: int) -> None:
         view = memoryview(data)
         self._dirty += len(view)
-        while view:
-            written = os.pwrite(self._fd, view, position)
-            view, position = view[written:], position + written
+        with self._named():
+            while view:
+                written = os.pwrite(self._fd, view, position)
+                view, position = view[written:], position + written
         if _sync_file_range is not None and self._dirty >= WRITEBACK_BYTES:
             _sync_file_range(self._fd, ctypes.c_int64(0), ctypes.c_int64(0), _SYNC_FILE_RANGE_WRITE)  # to its end
             self._dirty = 0
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """What fails on a descriptor does not know its file, nor how much of it there was to write."""
+        try:
+            yield
+        except OSError as error:
+            what = f"expected room for {self.size} bytes, got: {error.strerror}"
+            raise OSError(error.errno, what, str(self._path)) from None
 
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -189,8 +234,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _bytes(data: Tensor) -> memoryview:
-    raw: Any = data.numpy()
-    return memoryview(raw)
+    """The memory of a dense uint8 tensor, which lives as long as the view; torch offers it through numpy only."""
+    raw: Any = (ctypes.c_uint8 * data.numel()).from_address(data.data_ptr())
+    raw.tensor = data
+    return memoryview(raw).cast("B")
 
 
 # -- the header --------------------------------------------------------------------------------------------------
@@ -199,15 +246,15 @@ def _bytes(data: Tensor) -> memoryview:
 def _read_header(fd: int, name: str) -> tuple[bytes, int]:
     size = os.fstat(fd).st_size
     if size < 8:
-        raise CheckpointError("truncated", f"{name}: {size} bytes, too short for a safetensors header")
+        raise CheckpointError("truncated", f"{name}: {size} bytes, too short for a header; {_FETCH}")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > MAX_HEADER_BYTES:
         raise CheckpointError("header-too-long", f"{name}: its header claims {length} bytes, the limit is 100 MB")
     if length > size - 8:
-        raise CheckpointError("truncated", f"{name}: its header claims {length} bytes, {size - 8} follow")
+        raise CheckpointError("truncated", f"{name}: its header claims {length} bytes, {size - 8} follow; {_FETCH}")
     header = os.pread(fd, length, 8)
     if len(header) != length:
-        raise CheckpointError("truncated", f"{name}: ends inside its header")
+        raise CheckpointError("truncated", f"{name}: ends inside its header; {_FETCH}")
     return header, 8 + length
 
 
@@ -224,7 +271,8 @@ def _parse_header(header: bytes, name: str, data_bytes: int) -> tuple[dict[str, 
             raise CheckpointError("bad-offsets", f"{name}: tensor {entry.name} {kind} at byte {entry.start}")
         position = entry.end
     if position > data_bytes:
-        raise CheckpointError("truncated", f"{name}: its tensors need {position} bytes, {data_bytes} are there")
+        found = f"its tensors need {position} bytes, {data_bytes} are there"
+        raise CheckpointError("truncated", f"{name}: {found}; {_FETCH}")
     if position < data_bytes:
         raise CheckpointError("bad-offsets", f"{name}: {data_bytes - position} bytes belong to no tensor")
     return metadata, entries

@@ -18,6 +18,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .hopper import read_scales, scaled
 
+#: Of the program's threads; Triton 3.7 renamed it.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
 
 @gluon.jit
 def fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT: gl.constexpr, QUANTIZE: gl.constexpr):
@@ -115,7 +118,7 @@ def gemm_skinny(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
     per_unit = gl.cdiv(gl.cdiv(K, BK), SPLIT)
     units = gl.cdiv(N, BN) * SPLIT
@@ -153,7 +156,7 @@ def gemm_skinny(
         mbarrier.wait(full.index(j % STAGES), j // STAGES & 1)
         acc = warpgroup_mma(w_bufs.index(j % STAGES), x_now.permute((1, 0)), acc, use_acc=inner > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        gl.thread_barrier()
+        barrier()
         fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, QUANTIZE)
         if inner == per_unit - 1:
             column = unit // SPLIT * BN

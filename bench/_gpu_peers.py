@@ -1,0 +1,81 @@
+"""What the GPU's elementwise and dynamic operations are measured beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerTensor, QuantizeKind
+from baracuda.problem import Problem
+
+
+def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
+    """torch.compile's kernel for the same formula, unpacked 8-bit ops only."""
+    if p.quantized.is_packed:
+        return None
+    view, math = p.view, p.element.math.dtype
+    low, high, out_type, element = p.q_min, p.q_max, p.quantized.dtype, p.element.dtype
+    shape = (view.rows, 1, view.inner)
+
+    def see(x: Tensor) -> Tensor:
+        return x.view(view.shape).to(math)
+
+    def steps(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return torch.clamp(torch.round(see(x) / s.view(shape)) + zp.view(shape), low, high)
+
+    def quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return steps(x, s, zp).to(out_type)
+
+    def fake_quantize(x: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return ((steps(x, s, zp) - zp.view(shape)) * s.view(shape)).to(element)
+
+    def dequantize(q: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        return ((q.view(view.shape).to(math) - zp.view(shape)) * s.view(shape)).to(element)
+
+    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = see(x)
+        scale = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high
+        return torch.clamp(torch.round(seen / scale), low, high).to(out_type), scale
+
+    def fake_backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+        t = torch.round(see(x) / s.view(shape)) + zp.view(shape)
+        return torch.where((t >= low) & (t <= high), see(dy), 0.0).to(element)
+
+    bodies: dict[QuantizeKind, tuple[Callable[..., object], tuple[Any, ...]]] = {
+        QuantizeKind.QUANTIZE: (quantize, values[:3]),
+        QuantizeKind.FAKE_QUANTIZE: (fake_quantize, values[:3]),
+        QuantizeKind.DEQUANTIZE: (dequantize, values[:3]),
+        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, values[:4]),
+    }
+    if p.mode is DynamicRangeMode.SYMMETRIC:
+        bodies[QuantizeKind.DYNAMIC_QUANTIZE] = (dynamic, values[:1])
+    if p.op not in bodies:
+        return None
+    body, inputs = bodies[p.op]
+    torch._dynamo.reset()
+    compiled = torch.compile(body, dynamic=False)
+    return lambda: compiled(*inputs)
+
+
+def native_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
+    """torch's own kernel for the op, where it has one."""
+    if p.op is QuantizeKind.FAKE_QUANTIZE and p.scope == PerTensor() and p.element is not ElementKind.F64:
+        x, scale, zero_point, _ = values
+        return lambda: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, p.q_min, p.q_max)
+    if p.op is QuantizeKind.QUANTIZE and p.element is ElementKind.F32 and p.quantized is ElementKind.S8:
+        x, scale, zero_point, _ = values
+        if p.scope == PerTensor():
+            return lambda: torch.quantize_per_tensor(x, scale, zero_point, torch.qint8)
+        if p.scope == PerChannel(0):
+            return lambda: torch.quantize_per_channel(x, scale, zero_point, 0, torch.qint8)
+    return None
+
+
+#: Who else computes the same: a call, or None where they do not.
+PEERS: dict[str, Callable[[Problem, tuple[Any, ...]], Callable[[], object] | None]] = {
+    "torch.compile": compiled_peer,
+    "torch": native_peer,
+}
