@@ -186,7 +186,7 @@ def scopes() -> Drawn:
         PerTensor(), PerToken(), PerChannel(0), PerChannel(1), PerGroup(4), PerGroup(3, axis=0)
     ]  # fmt: skip
     for axis, scope in zip(axes, kinds, strict=True):
-        axis.imshow(segments(scope, (6, 8)), cmap="tab20", vmin=0, vmax=19)
+        axis.imshow(segments(scope, (6, 8)).numpy(), cmap="tab20", vmin=0, vmax=19)
         axis.set(title=f"{scope!r}\nview {list(scope.view((6, 8)).shape)}", xticks=[], yticks=[])
     words = "Six 6 by 8 grids coloured by scale: all alike, by row, by column, by groups of a row or a column."
     return figure, words, "A 6 x 8 tensor; elements of one colour share one scale. The view is explained below."
@@ -225,7 +225,7 @@ def cpu_rates() -> Drawn:
 def _axes(count: int, columns: int = 1, height: float = 2.2, **options: Any) -> tuple[Figure, list[Any]]:
     """Axes under each other: as wide as a page, and still legible on a phone."""
     rows = -(-count // columns)
-    figure = Figure(figsize=(6.4, height * rows + 0.3 * (columns > 1) * rows))
+    figure = Figure(figsize=(5.4, height * rows + 0.3 * (columns > 1) * rows))
     return figure, list(figure.subplots(rows, columns, squeeze=False, **options).flat)
 
 

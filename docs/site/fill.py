@@ -45,4 +45,4 @@ def _made(mark: re.Match[str], pictures: Path, up: str) -> str:
     if name in figures.FIGURES:
         return figures.draw(name, pictures, up)
     known = ", ".join(sorted([*MAKERS, *figures.FIGURES]))
-    raise SystemExit(f"<!-- make: {name} -->: expected one of {known}")
+    raise ValueError(f"<!-- make: {name} -->: expected one of {known}")

@@ -24,19 +24,19 @@ LETTERS = {BackendKind.TRITON: "T", BackendKind.CPU: "C", BackendKind.REFERENCE:
 
 
 def op_matrix() -> str:
-    """A row for each op and scope, a column for each float type: the backends that take every integer type and mode."""
+    """A row for each op, or more where scopes differ; per float type the backends that take all its integer types."""
     asked = _both_devices()
     groups: dict[tuple[str, str], list[tuple[Cell, set[BackendKind]]]] = defaultdict(list)
     for cell, serving in asked:
         groups[f"`{cell.problem.op.value}`", cell.scope_name].append((cell, serving))
     floats = list(dict.fromkeys(cell.problem.element.value for cell, _ in asked))
-    rows: list[list[str]] = []
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (op, scope), group in groups.items():
         integers = " ".join(dict.fromkeys(cell.problem.quantized.value for cell, _ in group))
         columns = [_letters([s for cell, s in group if cell.problem.element.value == name]) for name in floats]
-        repeated = bool(rows) and any(row[0] == op for row in rows)
-        rows.append(["" if repeated else op, scope, *columns, integers])
-    return table(["operation", "scope", *floats, "integers"], rows)
+        alike[op, *columns, integers].append(scope)
+    rows = [[op, ", ".join(scopes), *answers] for (op, *answers), scopes in alike.items()]
+    return table(["operation", "scopes", *floats, "integers"], rows)
 
 
 def matrix_counts() -> str:
@@ -48,7 +48,7 @@ def matrix_counts() -> str:
 
 
 def _letters(servings: list[set[BackendKind]]) -> str:
-    return " ".join(
+    return "\N{NO-BREAK SPACE}".join(
         letter if all(backend in serving for serving in servings) else "·" for backend, letter in LETTERS.items()
     )
 
@@ -128,7 +128,7 @@ def _classes(column: int) -> Callable[[], str]:
 def _alias(name: str, target: str) -> str:
     """The exported name, and the class it stands for where that has another name."""
     if getattr(baracuda, name).__name__ != target:
-        raise SystemExit(f"{name} is not {target}")
+        raise ValueError(f"{name} is not {target}")
     link = f"[`{target}`][baracuda.{target}]"
     return link if name == target else f"`{name}` = {link}"
 
