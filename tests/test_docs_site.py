@@ -29,7 +29,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_reference_has_every_public_name(pages: Path) -> None:
     text = "".join(page.read_text() for page in (pages / "reference").glob("*.md"))
     documented = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", text, re.M)}
-    aliases = set(re.findall(r"\| `(\w+)` = \[", text))
+    aliases = set(re.findall(r"`(\w+)`", tables.plan_aliases()))
     public = {
         *baracuda.__all__,
         *baracuda.nn.__all__,
@@ -70,11 +70,11 @@ def test_the_matrix_shows_a_kernel_that_is_missing() -> None:
 
 
 def test_the_guarantees_tell_the_one_sum_of_floats_from_the_rest() -> None:
-    lines = tables.guarantees().splitlines()[2:]
-    assert [line.rstrip("| ").endswith("to the last bit") for line in lines] == [
+    lines = tables.guarantees().replace("<wbr>", "").splitlines()[2:]
+    assert [line.rstrip("| ").endswith("but the last bit") for line in lines] == [
         "fake_quantize_learned_backward" in line for line in lines
     ]
-    assert any("`quantized_linear`" in line and "| f64 | f64 | s32 |" in line for line in lines)
+    assert any("quantized_linear" in line and "| f64 | f64 | s32 |" in line for line in lines)
 
 
 def test_the_command_line_page_has_every_option() -> None:
@@ -107,8 +107,8 @@ def test_what_the_pictures_say_is_so() -> None:
     share, biases = figures.tie_bias()
     assert share > 0.1 and abs(biases["half to even"]) < 1e-3 and biases["half up"] > 0.05
     counts = figures.division_counts()
-    for total, differing, away, apart in counts.values():
-        assert 0 < differing < total / 1000 and away.abs().max() <= 1 and (apart == 1).all()
+    for total, differing, away, tied in counts.values():
+        assert 0 < differing < total / 1000 and away.abs().max() <= 1 and tied > 0.5
     assert counts["bf16"][1] > 100 * counts["f32"][1]
     before, after, quality = figures.smoothed()
     assert quality[1] > quality[0] + 10

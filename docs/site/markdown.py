@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]], right: int | None = None) -> str:
-    """`right` is the first column of figures, which line up to the right."""
-    right = len(header) if right is None else right
-    rule = ["---" if i < right else "---:" for i in range(len(header))]
+def table(header: Sequence[str], rows: Iterable[Sequence[object]], figures: range = range(0)) -> str:
+    """The columns in `figures` line up to the right."""
+    rule = ["---:" if i in figures else "---" for i in range(len(header))]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in [header, rule, *rows])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -15,10 +16,11 @@ import baracuda
 from baracuda import BackendKind, ElementKind, Plan, PrecisionGuarantee
 from baracuda.backends.registry import BACKENDS, kernels
 from baracuda.cli import app
-from baracuda.matrix import Cell, cells
+from baracuda.matrix import SCOPES, Cell, cells
 
 from .markdown import table
 
+JOINT = "\N{NO-BREAK SPACE}"
 #: One letter for each backend in the matrix.
 LETTERS = {BackendKind.TRITON: "T", BackendKind.CPU: "C", BackendKind.REFERENCE: "R"}
 
@@ -32,10 +34,13 @@ def op_matrix() -> str:
     floats = list(dict.fromkeys(cell.problem.element.value for cell, _ in asked))
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
     for (op, scope), group in groups.items():
-        integers = " ".join(dict.fromkeys(cell.problem.quantized.value for cell, _ in group))
+        integers = JOINT.join(dict.fromkeys(cell.problem.quantized.value for cell, _ in group))
         columns = [_letters([s for cell, s in group if cell.problem.element.value == name]) for name in floats]
         alike[op, *columns, integers].append(scope)
-    rows = [[op, ", ".join(scopes), *answers] for (op, *answers), scopes in alike.items()]
+    rows = [
+        [op, "every" if len(scopes) == len(SCOPES) else ", ".join(scopes), *answers]
+        for (op, *answers), scopes in alike.items()
+    ]
     return table(["operation", "scopes", *floats, "integers"], rows)
 
 
@@ -48,7 +53,7 @@ def matrix_counts() -> str:
 
 
 def _letters(servings: list[set[BackendKind]]) -> str:
-    return "\N{NO-BREAK SPACE}".join(
+    return JOINT.join(
         letter if all(backend in serving for serving in servings) else "·" for backend, letter in LETTERS.items()
     )
 
@@ -87,29 +92,38 @@ def guarantees() -> str:
     rows = []
     for guarantee, ops in found.items():
         floats = set().union(*ops.values())
-        listed = ", ".join(f"`{op}`" for op in ops)
-        order = " ".join(kind.value for kind in ElementKind if kind.value in floats)
+        listed = ", ".join(op.replace("_", "_<wbr>") for op in ops)
+        order = JOINT.join(kind.value for kind in ElementKind if kind.value in floats)
         yes = [
             _yes(v)
             for v in (guarantee.deterministic, guarantee.bit_stable_on_same_hardware, guarantee.matches_reference)
         ]
         rows.append([listed, order, guarantee.math_precision.value, guarantee.accumulator.value, *yes])
-    header = ["operations", "float types", "math", "sums in", "deterministic", "bit-stable", "the reference's bits"]
+    header = ["operations", "types", "math", "sums", "deterministic", "bit-stable", "reference"]
     return table(header, rows)
 
 
 def _yes(value: bool) -> str:
-    return "yes" if value else "to the last bit"
+    return "yes" if value else "but the last bit"
 
 
 def plans() -> str:
     """Every named plan with its descriptor and arguments, under the names the package exports."""
-    rows = []
-    for plan, descriptor, arguments in named_plans():
-        stem = plan.removesuffix("Plan")
-        aliases = _alias(f"{stem}Descriptor", descriptor), _alias(f"{stem}Args", arguments)
-        rows.append([f"[`{plan}`][baracuda.{plan}]", *aliases])
-    return table(["plan", "descriptor", "arguments"], rows)
+    links = [[f"[`{name}`][baracuda.{name}]" for name in row] for row in named_plans()]
+    return table(["plan", "descriptor", "arguments"], links)
+
+
+def plan_aliases() -> str:
+    """The further names under which a plan's descriptor and arguments are exported."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for plan, *used in named_plans():
+        for suffix, name in zip(("Descriptor", "Args"), used, strict=True):
+            alias = plan.removesuffix("Plan") + suffix
+            if getattr(baracuda, alias).__name__ != name:
+                raise ValueError(f"{alias} is not {name}")
+            if alias != name:
+                found[name].append(f"`{alias}`")
+    return table(["class", "also exported as"], [[f"`{name}`", " ".join(aliases)] for name, aliases in found.items()])
 
 
 def named_plans() -> list[tuple[str, str, str]]:
@@ -125,12 +139,22 @@ def _classes(column: int) -> Callable[[], str]:
     return lambda: "\n".join(f"::: baracuda.{name}" for name in dict.fromkeys(row[column] for row in named_plans()))
 
 
-def _alias(name: str, target: str) -> str:
-    """The exported name, and the class it stands for where that has another name."""
-    if getattr(baracuda, name).__name__ != target:
-        raise ValueError(f"{name} is not {target}")
-    link = f"[`{target}`][baracuda.{target}]"
-    return link if name == target else f"`{name}` = {link}"
+def element_kinds() -> str:
+    rows = []
+    for kind in ElementKind:
+        span = "" if kind.is_float else f"{kind.q_min} to {kind.q_max}"
+        packed = ", two to a byte" if kind.is_packed else ""
+        rows.append([f"`{kind.name}`", f'`"{kind.value}"`', f"`{kind.dtype}`{packed}", span])
+    return table(["member", "name", "stored as", "range"], rows)
+
+
+def enumerations() -> str:
+    """The other enumerations with their members: each can be given by its value."""
+    kinds = [getattr(baracuda, name) for name in baracuda.__all__]
+    enums = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum) and kind is not ElementKind]
+    return table(
+        ["enumeration", "members"], [[f"`{e.__name__}`", ", ".join(f"`{member.name}`" for member in e)] for e in enums]
+    )
 
 
 def command_line() -> str:
@@ -161,8 +185,11 @@ MAKERS: dict[str, Callable[[], str]] = {
     "matrix_counts": matrix_counts,
     "guarantees": guarantees,
     "plans": plans,
+    "plan_aliases": plan_aliases,
     "plan_classes": _classes(0),
     "descriptor_classes": _classes(1),
     "argument_classes": _classes(2),
+    "element_kinds": element_kinds,
+    "enumerations": enumerations,
     "command_line": command_line,
 }
