@@ -107,8 +107,9 @@ def test_what_the_pictures_say_is_so() -> None:
     share, biases = figures.tie_bias()
     assert share > 0.1 and abs(biases["half to even"]) < 1e-3 and biases["half up"] > 0.05
     counts = figures.division_counts()
-    for total, differing, away, tied in counts.values():
-        assert 0 < differing < total / 1000 and away.abs().max() <= 1 and tied > 0.5
+    for total, differing, away, _ in counts.values():
+        assert 0 < differing < total / 1000 and away.abs().max() <= 1
+    assert counts["bf16"][3] > 0.9
     assert counts["bf16"][1] > 100 * counts["f32"][1]
     before, after, quality = figures.smoothed()
     assert quality[1] > quality[0] + 10
