@@ -121,7 +121,7 @@ def reciprocal() -> Drawn:
     f32 = counts["f32"]
     return figure, words, (
         f"Dynamic per-token quantization of a normal 4096 x 4096 activation. bf16: {differing:,} of {total:,} elements "
-        f"({differing / total:.1e}) come out one step apart; in {tied:.0%} of them the rounded quotient is the tie itself "
+        f"({differing / total:.1e}) come out one step apart; in {tied:.0%} of them the rounded quotient is the tie "
         f"and the product lies a unit beside it, in the rest the other way round. f32: {f32[1]} of {f32[0]:,}."
     )  # fmt: skip
 
