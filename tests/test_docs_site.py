@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,19 +89,37 @@ def test_the_command_line_page_has_every_option() -> None:
         assert expected in page, page
 
 
-def test_runs_of_the_gpu_benchmarks_become_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu_run() -> dict[str, Any]:
     lines = [
         Line("quantize", "token", element, kind, (4, 4), 10.0, 4.0, share, 0.95, {})
         for element, kind, share in (("bf16", "s8", 0.99), ("bf16", "u8", 0.97), ("f32", "s8", 0.5))
     ]
     head = {"device": "a GPU", "versions": {"torch": "2"}, "copy_terabytes": 4.2}
-    text = benchmarks.gpu({**head, "lines": [asdict(line) for line in lines]})
+    return {**head, "lines": [asdict(line) for line in lines]}
+
+
+def linear_run() -> dict[str, Any]:
+    us = {"gemm": 10.0, "linear": 20.0, "bf16": 30.0, "fp8": 15.0}
+    rows = [Row("bar", (16, 6144, 4096), us=us), Row("8B qkv", (1, 6144, 4096), us=us)]
+    return {"device": "a GPU", "torch": "2", "host_us": 5.0, "rows": [asdict(row) for row in rows]}
+
+
+def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"gpu": gpu_run(), "linear": linear_run()}
+    monkeypatch.setattr(benchmarks, "read", runs.get)
+    text = benchmarks.MAKERS["bench_gpu"]()
     assert "| `quantize` | token | 98% | 50% |" in text and "2 of 3 measurements" in text
-    row = Row("8B qkv", (1, 6144, 4096), us={"gemm": 10.0, "linear": 20.0, "bf16": 30.0, "fp8": 15.0})
-    text = benchmarks.linear({"device": "a GPU", "torch": "2", "host_us": 5.0, "rows": [asdict(row)]})
+    text = benchmarks.MAKERS["bench_linear"]()
     assert "| 8B qkv | 1 x 6144 x 4096 | 10.0 | 20.0 | 3.0x | 1.5x |  | 1.5x | yes |" in text
+    rates, ratios = figures.gpu_rates(), figures.linear_ratios()
+    assert rates and [list(line.get_xdata()) for line in rates[0].axes[0].lines[:2]] == [[0.5], [0.99]]
+    assert ratios and [list(axis.lines[0].get_ydata()) for axis in ratios[0].axes] == [[3.0], [1.5]]
+
+
+def test_a_run_that_is_not_committed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmarks, "read", lambda name: None)
     assert benchmarks.MAKERS["bench_gpu"]().startswith("No run is committed yet")
+    assert figures.gpu_rates() is figures.linear_ratios() is None
 
 
 def test_what_the_pictures_say_is_so() -> None:

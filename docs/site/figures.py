@@ -33,9 +33,12 @@ Drawn = tuple[Figure, str, str]
 
 
 def draw(name: str, folder: Path, up: str) -> str:
-    """Draw a picture into `folder` and return the Markdown that shows it."""
+    """Draw a picture into `folder` and return the Markdown that shows it: none where there is nothing to draw."""
     with mpl.rc_context(STYLE):
-        figure, words, caption = FIGURES[name]()
+        drawn = FIGURES[name]()
+        if drawn is None:
+            return ""
+        figure, words, caption = drawn
         figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
     return f"![{words}]({up}pictures/{name}.svg)\n\n*{caption}*"
 
@@ -203,26 +206,63 @@ def segments(scope: Scope, shape: tuple[int, ...]) -> Tensor:
     return numbers.expand(view.shape).reshape(shape)
 
 
-def cpu_rates() -> Drawn:
-    """Every f32 and bf16 row of the committed CPU run, as a share of the copy rate."""
+def cpu_rates() -> Drawn | None:
     run = benchmarks.read("cpu")
-    assert run is not None
-    rows = [row for row in run["rows"] if row["quantized"] == "s8"]
-    labels = list(dict.fromkeys(f"{row['op']}, {row['scope']}" for row in rows))
+    rows = run["rows"] if run else []
+    return _rates([(_label(row), row["element"], row["ratio_to_copy"]) for row in rows if row["quantized"] == "s8"])
+
+
+def gpu_rates() -> Drawn | None:
+    run = benchmarks.read("gpu")
+    lines = run["lines"] if run else []
+    return _rates([(_label(line), line["element"], line["share"]) for line in lines if line["quantized"] == "s8"])
+
+
+def _label(row: dict[str, Any]) -> str:
+    return f"{row['op']}, {row['scope']}"
+
+
+def _rates(rows: list[tuple[str, str, float]]) -> Drawn | None:
+    """(operation and scope, float type, rate over a copy's) as dots on lines."""
+    if not rows:
+        return None
+    labels = list(dict.fromkeys(label for label, _, _ in rows))
     with mpl.rc_context({"font.size": 8}):
         figure, (axis,) = _axes(1, height=0.19 * len(labels) + 0.6)
         for element, color in (("f32", BLUE), ("bf16", ORANGE), ("f16", GREEN), ("f64", GREY)):
-            mine = [row for row in rows if row["element"] == element]
-            places = [labels.index(f"{row['op']}, {row['scope']}") for row in mine]
-            axis.plot([row["ratio_to_copy"] for row in mine], places, "o", color=color, markersize=4, label=element)
+            mine = [(rate, labels.index(label)) for label, kind, rate in rows if kind == element]
+            axis.plot(*zip(*mine, strict=True), "o", color=color, markersize=4, label=element) if mine else None
         axis.axvline(1, color="black", linewidth=0.8)
         axis.set_yticks(range(len(labels)), labels)
-        axis.set(xlabel="rate, as a multiple of a copy's", xlim=(0, None))
-        axis.invert_yaxis()
+        axis.set(xlabel="rate, as a multiple of a copy's", xlim=(0, None), ylim=(len(labels) - 0.5, -0.5))
         axis.grid(axis="y", linewidth=0.3)
-        axis.legend(frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.3, 1.06))
+        figure.legend(frameon=False, ncols=4, loc="outside upper center")
     return figure, "Dots: the rate of each operation and scope over that of a copy, by float type.", (
-        "Right of the line an operation moves more bytes in a second than a copy does."
+        "To s8. Right of the line an operation moves more bytes in a second than a copy does."
+    )  # fmt: skip
+
+
+def linear_ratios() -> Drawn | None:
+    """How many times as fast as bf16 cuBLAS, by tokens and weight."""
+    run = benchmarks.read("linear")
+    if run is None:
+        return None
+    figure, axes = _axes(2, sharex=True, height=2.6)
+    names = [name for name in dict.fromkeys(row["name"] for row in run["rows"]) if name != "bar"]
+    tokens = sorted({row["shape"][0] for row in run["rows"] if row["name"] != "bar"})
+    for axis, what, title in zip(axes, ("gemm", "linear"), ("from int8 activations", "from bf16, whole"), strict=True):
+        for name in names:
+            mine = sorted(
+                (row["shape"][0], row["us"]["bf16"] / row["us"][what]) for row in run["rows"] if row["name"] == name
+            )
+            axis.plot([tokens.index(m) for m, _ in mine], [ratio for _, ratio in mine], "o-", markersize=4, label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(tokens)), tokens)
+        axis.set(title=title, ylabel="over bf16 cuBLAS", ylim=(0, None))
+    axes[1].set_xlabel("tokens")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, ncols=4, fontsize=8, loc="outside upper center")
+    return figure, "Lines: the int8 linear's speed over bf16 cuBLAS for growing numbers of tokens.", (
+        "Int8 linears of 8B and 70B models, times as fast as bf16 cuBLAS in the same run."
     )  # fmt: skip
 
 
@@ -249,11 +289,13 @@ def _with_gradient(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.detach(), x.grad
 
 
-FIGURES: dict[str, Callable[[], Drawn]] = {
+FIGURES: dict[str, Callable[[], Drawn | None]] = {
     "ties": ties,
     "mask": mask,
     "reciprocal": reciprocal,
     "smoothing": smoothing,
     "scopes": scopes,
     "cpu_rates": cpu_rates,
+    "gpu_rates": gpu_rates,
+    "linear_ratios": linear_ratios,
 }
