@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench gpu-test gpu-bench sanitize fuzz aarch64 slow soak \
+.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench sanitize fuzz aarch64 slow soak \
 	package build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
@@ -49,6 +49,9 @@ gpu-bench:
 	$(GPU_PYTHON) -m bench gpu --json docs/bench-gpu.json
 	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
 
+docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed
+	$(BIN)/python -m docs.site
+
 mutation: .venv/installed  ## break the reference one line at a time; every mutant must be caught
 	$(BIN)/python tests/mutation.py
 
@@ -64,7 +67,7 @@ build: .venv/installed
 	touch $@
 
 .venv/installed: .venv/requirements $(SOURCES)
-	$(BIN)/pip install --quiet -c constraints.txt '.[test,lint]'
+	$(BIN)/pip install --quiet -c constraints.txt '.[test,lint,docs]'
 	touch $@
 
 

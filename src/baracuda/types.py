@@ -88,11 +88,15 @@ INTEGERS = (ElementKind.S8, ElementKind.U8, ElementKind.S4, ElementKind.U4)
 
 
 class MathPrecision(_Member):
+    """The type the arithmetic of a plan is done in."""
+
     F32 = "f32"
     F64 = "f64"
 
 
 class OpCategory(_Member):
+    """Elementwise and range operations, or the linears built on a matrix product."""
+
     QUANTIZATION = "quantization"
     GEMM = "gemm"
 
@@ -115,6 +119,8 @@ class QuantizeKind(_Member):
 
 
 class BackendKind(_Member):
+    """Where a kernel comes from."""
+
     REFERENCE = "reference"
     CPU = "cpu"
     TRITON = "triton"
@@ -137,6 +143,8 @@ class Activation(_Member):
 
 
 class DynamicRangeMode(_Member):
+    """A range around zero, with a scale alone; or from the least to the greatest value, with a zero point too."""
+
     SYMMETRIC = "symmetric"
     ASYMMETRIC = "asymmetric"
 

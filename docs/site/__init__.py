@@ -1,0 +1,1 @@
+"""The documentation site: `python -m docs.site` fills the pages, builds them and checks the result."""

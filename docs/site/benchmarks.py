@@ -1,0 +1,104 @@
+"""The committed benchmark runs as pages; a run that has not been committed is said to be missing, in one sentence."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from .markdown import table
+
+DOCS = Path(__file__).parents[1]
+
+
+def read(name: str) -> dict[str, Any] | None:
+    path = DOCS / f"bench-{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _or_missing(name: str, write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    def made() -> str:
+        run = read(name)
+        return write(run) if run else f"No run is committed yet (`docs/bench-{name}.json`); `make gpu-bench` makes one."
+
+    return made
+
+
+def cpu(run: dict[str, Any]) -> str:
+    """Every measurement of `python -m bench cpu`."""
+    rows = []
+    for row in run["rows"]:
+        ours = row["seconds"]["ours"]
+        peers = {name: seconds for name, seconds in row["seconds"].items() if name not in ("ours", "copy")}
+        rates = f"{row['moved'] / ours / 1e9:.0f}", f"{row['ratio_to_copy']:.0%}"
+        ratios = ", ".join(f"{_times(seconds, ours)} {name}" for name, seconds in peers.items())
+        rows.append([row["op"], row["scope"], f"{row['element']} {row['quantized']}", *rates, ratios])
+    linears = [[f"{r['m']} x {r['n']} x {r['k']}", f"{r['ratio']:.1f}x"] for r in run["linears"]]
+    size = " x ".join(map(str, run["shape"]))
+    machine = f"{run['machine']}, {run['isa']}, {run['threads']} threads, torch {run['torch']}"
+    return "\n\n".join(
+        [
+            f"{machine}, {size} elements, one run.",
+            table(["operation", "scope", "types", "GB/s", "of a copy", "times as fast as"], rows, range(3, 5)),
+            "`quantized_linear` over `F.linear` in f32, M x N x K:",
+            table(["shape", "times as fast"], linears, range(1, 2)),
+        ]
+    )
+
+
+def gpu(run: dict[str, Any]) -> str:
+    """The lines of `python -m bench gpu`: shares of the copy rate, the median over integer types."""
+    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for line in run["lines"]:
+        groups.setdefault((line["op"], line["scope"]), {}).setdefault(line["element"], []).append(line["share"])
+    elements = list(dict.fromkeys(line["element"] for line in run["lines"]))
+    rows = [
+        [f"`{op}`", scope, *(_percent(shares.get(element)) for element in elements)]
+        for (op, scope), shares in groups.items()
+    ]
+    head = f"{run['device']}, torch {run['versions']['torch']}, a copy at {run['copy_terabytes']:.2f} TB/s. "
+    met = sum(line["share"] >= line["bar"] for line in run["lines"])
+    return "\n\n".join(
+        [
+            head + f"Shares of the copy rate, the median over integer types; {met} of {len(run['lines'])} measurements "
+            "reach their bar (95 %, or 85 % for f64 and strided segments).",
+            table(["operation", "scope", *elements], rows, range(2, 9)),
+        ]
+    )
+
+
+def linear(run: dict[str, Any]) -> str:
+    """The rows of `python -m bench linear`: ours beside bf16 cuBLAS, int8 through cuBLASLt and row-wise fp8."""
+    peers = ("bf16", "fp8", "int_mm")
+    rows = []
+    for row in run["rows"]:
+        us, (m, n, k) = row["us"], row["shape"]
+        ratios = [_times(us.get(peer), us["gemm"]) for peer in peers]
+        times = [f"{us['gemm']:.1f}", f"{us['linear']:.1f}"]
+        whole = _times(us.get("bf16"), us["linear"])
+        rows.append([row["name"], f"{m} x {n} x {k}", *times, *ratios, whole, "yes" if row["exact"] else "no"])
+    heads = ["GEMM us", "linear us", *(f"GEMM over {peer}" for peer in peers), "linear over bf16", "exact"]
+    return "\n\n".join(
+        [
+            f"{run['device']}, torch {run['torch']}; medians with cold caches, peers interleaved; host time of one "
+            f"`plan.run` {run['host_us']:.1f} us.",
+            table(["weight", "M x N x K", *heads], rows, range(2, 9)),
+        ]
+    )
+
+
+def _times(peer: float | None, ours: float) -> str:
+    return "" if peer is None else f"{peer / ours:.1f}x"
+
+
+def _percent(shares: list[float] | None) -> str:
+    return "" if not shares else f"{statistics.median(shares):.0%}"
+
+
+MAKERS: dict[str, Callable[[], str]] = {
+    "bench_cpu": _or_missing("cpu", cpu),
+    "bench_gpu": _or_missing("gpu", gpu),
+    "bench_linear": _or_missing("linear", linear),
+}

@@ -1,0 +1,162 @@
+"""The site: what is made from the code says what the code says, and what is broken stops the build."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import baracuda
+from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda.flow import verify as flow_verify
+from bench.gpu import Line
+from bench.linear import Row
+from docs.site import benchmarks, figures, fill, links, tables
+
+MODULES = {"flow", "nn", "parallel", "__version__"}
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("pages")
+    fill.fill(target)
+    return target
+
+
+def test_the_reference_has_every_public_name(pages: Path) -> None:
+    text = "".join(page.read_text() for page in (pages / "reference").glob("*.md"))
+    documented = {path.rpartition(".")[2] for path in re.findall(r"^::: (\S+)", text, re.M)}
+    aliases = set(re.findall(r"`(\w+)`", tables.plan_aliases()))
+    public = {
+        *baracuda.__all__,
+        *baracuda.nn.__all__,
+        *baracuda.flow.__all__,
+        "ColumnParallel",
+        "RowParallel",
+    } - MODULES
+    assert public - documented - aliases == {"report"}  # flow.report, documented as rebuild
+    assert "`baracuda.flow.report` is `rebuild`" in text
+
+
+def test_nothing_is_left_to_fill_and_nothing_is_made_for_nobody(pages: Path) -> None:
+    used = {mark for page in fill.sources().values() for mark in fill.MARK.findall(page.read_text())}
+    assert used == {*fill.MAKERS, *figures.FIGURES}
+    assert not any(fill.MARK.search(page.read_text()) for page in pages.rglob("*.md"))
+
+
+def test_an_unknown_mark_stops_the_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- make: wonders -->")
+    monkeypatch.setattr(fill, "sources", lambda: {"page.md": page})
+    with pytest.raises(ValueError, match=r"wonders.*expected one of"):
+        fill.fill(tmp_path / "out")
+
+
+def test_every_finding_code_is_explained() -> None:
+    source = "".join(path.read_text() for path in Path(flow_verify.__globals__["__file__"]).parent.glob("*.py"))
+    raised = re.findall(r'(?:\.add|CheckpointError)\(\s*"([a-z-]+)"(?: if [^,]+ else "([a-z-]+)")?', source)
+    codes = {code for pair in raised for code in pair if code}
+    explained = set(re.findall(r"`([a-z-]+)`", (fill.ROOT / "docs/how-to/verify.md").read_text()))
+    assert len(codes) > 20 and codes <= explained, codes - explained
+
+
+def test_the_matrix_shows_a_kernel_that_is_missing() -> None:
+    rows = {line.split("|")[1].strip(): line for line in tables.op_matrix().splitlines()}
+    assert "T\N{NO-BREAK SPACE}C\N{NO-BREAK SPACE}R" in rows["`quantize`"]
+    assert "T\N{NO-BREAK SPACE}·\N{NO-BREAK SPACE}R" in rows["`fake_quantize_learned_backward`"]
+
+
+def test_the_guarantees_tell_the_one_sum_of_floats_from_the_rest() -> None:
+    lines = tables.guarantees().replace("<wbr>", "").splitlines()[2:]
+    assert [line.rstrip("| ").endswith("but the last bit") for line in lines] == [
+        "fake_quantize_learned_backward" in line for line in lines
+    ]
+    assert any("quantized_linear" in line and "| f64 | f64 | s32 |" in line for line in lines)
+
+
+def test_the_command_line_page_has_every_option() -> None:
+    page = tables.command_line()
+    for expected in (
+        "## baracuda quantize",
+        "`--output, -o` | required",
+        "`--alpha` | `0.5`",
+        "`--resume, --no-resume` | off",
+    ):
+        assert expected in page, page
+
+
+def gpu_run() -> dict[str, Any]:
+    lines = [
+        Line("quantize", "token", element, kind, (4, 4), 10.0, 4.0, share, 0.95, {})
+        for element, kind, share in (("bf16", "s8", 0.99), ("bf16", "u8", 0.97), ("f32", "s8", 0.5))
+    ]
+    head = {"device": "a GPU", "versions": {"torch": "2"}, "copy_terabytes": 4.2}
+    return {**head, "lines": [asdict(line) for line in lines]}
+
+
+def linear_run() -> dict[str, Any]:
+    us = {"gemm": 10.0, "linear": 20.0, "bf16": 30.0, "fp8": 15.0}
+    rows = [Row("bar", (16, 6144, 4096), us=us), Row("8B qkv", (1, 6144, 4096), us=us)]
+    return {"device": "a GPU", "torch": "2", "host_us": 5.0, "rows": [asdict(row) for row in rows]}
+
+
+def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = {"gpu": gpu_run(), "linear": linear_run()}
+    monkeypatch.setattr(benchmarks, "read", runs.get)
+    text = benchmarks.MAKERS["bench_gpu"]()
+    assert "| `quantize` | token | 98% | 50% |" in text and "2 of 3 measurements" in text
+    text = benchmarks.MAKERS["bench_linear"]()
+    assert "| 8B qkv | 1 x 6144 x 4096 | 10.0 | 20.0 | 3.0x | 1.5x |  | 1.5x | yes |" in text
+    rates, ratios = figures.gpu_rates(), figures.linear_ratios()
+    assert rates and [list(line.get_xdata()) for line in rates[0].axes[0].lines[:2]] == [[0.5], [0.99]]
+    assert ratios and [list(axis.lines[0].get_ydata()) for axis in ratios[0].axes] == [[3.0], [1.5]]
+
+
+def test_a_run_that_is_not_committed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benchmarks, "read", lambda name: None)
+    assert benchmarks.MAKERS["bench_gpu"]().startswith("No run is committed yet")
+    assert figures.gpu_rates() is figures.linear_ratios() is None
+
+
+def test_what_the_pictures_say_is_so() -> None:
+    share, biases = figures.tie_bias()
+    assert share > 0.1 and abs(biases["half to even"]) < 1e-3 and biases["half up"] > 0.05
+    counts = figures.division_counts()
+    for total, differing, away, _ in counts.values():
+        assert 0 < differing < total / 1000 and away.abs().max() <= 1
+    assert counts["bf16"][3] > 0.9
+    assert counts["bf16"][1] > 100 * counts["f32"][1]
+    before, after, quality = figures.smoothed()
+    assert quality[1] > quality[0] + 10
+    assert before[0].max() > 20 * before[0].median() and torch.allclose(*after)
+
+
+@pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1), PerGroup(4), PerGroup(3, axis=0)], ids=str)
+def test_elements_drawn_in_one_colour_share_a_scale(scope: Scope) -> None:
+    shape = (6, 8)
+    numbers = figures.segments(scope, shape)
+    scales = torch.arange(1.0, 1.0 + numbers.max() + 1).reshape(scope.scale_shape(shape))
+    used = baracuda.dequantize(torch.ones(shape, dtype=torch.int8), scales, scope=scope)
+    assert torch.equal(used, numbers + 1.0)
+
+
+def test_every_page_is_in_the_navigation(tmp_path: Path) -> None:
+    config = fill.ROOT / "zensical.toml"
+    assert links.unplaced(config, fill.sources()) == []
+    forgotten, invented = links.unplaced(config, {**fill.sources(), "new.md": tmp_path}.keys() - {"index.md"})
+    assert forgotten.startswith("new.md") and invented.startswith("index.md")
+
+
+def test_links_that_lead_nowhere_are_found(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "index.html").write_text(
+        '<h1 id="top"></h1><a href="a/#here">good</a><a href="#top">good</a><a href="https://elsewhere/">good</a>'
+        '<a href="b/">bad</a><a href="a/#there">bad</a><img src="missing.png"><script src="https://cdn/x.js"></script>'
+    )
+    (tmp_path / "a" / "index.html").write_text('<p id="here"></p><a href="..#top">good</a>')
+    problems = links.broken(tmp_path)
+    assert [problem.split(": ")[1] for problem in problems] == ["https://cdn/x.js", "a/#there", "b/", "missing.png"]
