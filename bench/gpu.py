@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from datetime import date
 from math import prod
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from baracuda import (
@@ -101,7 +103,8 @@ def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem
 
 
 def _kinds(op: QuantizeKind, quick: bool) -> tuple[ElementKind, ...]:
-    if op in BACKWARDS or op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS):
+    floats_out = (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.DYNAMIC_FAKE_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS)
+    if op in BACKWARDS or op in floats_out:
         return (ElementKind.S8,)
     if quick:
         return (ElementKind.S8, ElementKind.S4)
@@ -146,14 +149,13 @@ def moved(p: Problem) -> int:
     # What must be read together: a segment, or the neighbours that share a 32-byte sector with it. Where that is more
     # than a multiprocessor holds, the range is known only after the data has gone by.
     bundle = p.view.segment_length * (32 if p.view.inner > 1 else size)
-    if p.op is QuantizeKind.DYNAMIC_QUANTIZE and bundle > 2**17:
-        return 2 * numel * size + stored + segments
-    return numel * size + stored + segments
+    reads = 2 if OPS[p.op].dynamic and bundle > 2**17 else 1
+    return reads * numel * size + (numel * size if p.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else stored) + segments
 
 
 def microseconds(call: Callable[[], object], repeats: int = 8, batches: int = 7) -> float:
     """The median over batches of the mean time of one call, on the device."""
-    for _ in range(3):
+    for _ in range(2 * repeats):
         call()
     times = []
     for _ in range(batches):
@@ -260,6 +262,7 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="4096 x 4096 against torch.compile instead")
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
+    parser.add_argument("--no-peers", action="store_true", help="ours alone: torch.compile takes a second for each row")
     parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
 
 
@@ -271,8 +274,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.manual_seed(0)
     ceiling = copy_ceiling(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copy {ceiling / 1e6:.2f} TB/s")
-    print(f"host time of a checked launch: {host_microseconds(device):.1f} us")
+    host = host_microseconds(device)
+    print(f"host time of a checked launch: {host:.1f} us")
     shape = (4096, 4096) if options.small else (16384, 8192)
+    peers = (options.small or not options.quick) and not options.no_peers
     lines = []
     chosen = [
         (name, p)
@@ -282,9 +287,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.jobs > 1:
         compile_ahead([p for _, p in chosen], options.jobs)
     for name, p in chosen:
-        line = measure(
-            name, p, ceiling, device, options.small or not options.quick, options.small, not options.no_check
-        )
+        line = measure(name, p, ceiling, device, peers, options.small, not options.no_check)
         lines.append(line)
         print(_row(line, options.small), flush=True)
     if not options.small:
@@ -293,8 +296,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         slower = [line for line in lines if line.microseconds > line.peers.get("torch.compile", float("inf"))]
         print(f"{len(slower)} of {len(lines)} slower than torch.compile")
-    head = {"device": torch.cuda.get_device_name(device), "versions": {"torch": torch.__version__}}
-    write_json(options.json, {**head, "copy_terabytes": ceiling / 1e6, "lines": lines})
+    versions = {"torch": torch.__version__, "triton": triton.__version__}
+    head = {"device": torch.cuda.get_device_name(device), "versions": versions, "date": date.today().isoformat()}
+    write_json(options.json, {**head, "copy_terabytes": ceiling / 1e6, "host_microseconds": host, "lines": lines})
 
 
 def _label(name: str, p: Problem) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-EXTENSION = f"baracuda/_cpu{sysconfig.get_config_var('EXT_SUFFIX')}"
+EXTENSIONS = {f"baracuda/{name}{sysconfig.get_config_var('EXT_SUFFIX')}" for name in ("_cpu", "_host")}
 METADATA = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
 
 
@@ -27,7 +27,7 @@ def tracked() -> set[str]:
 def wheel_files(version: str) -> set[str]:
     """The package, its compiled module and the metadata."""
     package = {name.removeprefix("src/") for name in tracked() if name.startswith("src/baracuda/")}
-    return package | {EXTENSION} | {f"baracuda-{version}.dist-info/{name}" for name in METADATA}
+    return package | EXTENSIONS | {f"baracuda-{version}.dist-info/{name}" for name in METADATA}
 
 
 def sdist_files() -> set[str]:

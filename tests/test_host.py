@@ -175,7 +175,7 @@ def test_a_workspace_is_held_to_its_device_size_density_and_alignment() -> None:
 def test_a_small_workspace_is_still_refused_with_its_size() -> None:
     p = Problem(QuantizeKind.QUANTIZED_LINEAR, (4, 8, 16), ElementKind.F32, ElementKind.S8, -127, 127)
     plan = SelectedPlan(p, CPU)
-    values = (torch.randn(4, 16), torch.ones(8, 16, dtype=torch.int8), 1.0, None, None, None, None, torch.empty(4, 8))
+    values = (torch.randn(4, 16), torch.ones(8, 16, dtype=torch.int8), 1.0, *[None] * 5, torch.empty(4, 8))
     with pytest.raises(WorkspaceTooSmall):
         plan.launch(values, torch.empty(plan.workspace_size() - 1, dtype=torch.uint8))
 

@@ -101,7 +101,7 @@ def test_every_row_of_the_op_table_is_an_operator() -> None:
 def everything(x: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
     """A little of every function, in every scope."""
     y = baracuda.fake_quantize(x, 0.02, 3, q_min=0, q_max=255, arithmetic="reciprocal")
-    y = y + baracuda.fake_quantize(x, x.detach().abs().amax(-1) / 127 + 1e-6, scope=PerToken())
+    y = y + baracuda.fake_quantize(x, x.detach().abs().amax(-1) / 128 + 1e-6, scope=PerToken())
     q = baracuda.dynamic_quantize(y)
     z = baracuda.dequantize(q.q, q.scale, scope=PerToken())
     g = baracuda.dynamic_quantize(y, scope=PerGroup(8), mode="asymmetric", dtype="u4")

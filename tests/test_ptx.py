@@ -107,7 +107,7 @@ def test_the_reciprocal_arithmetic_contracts_nothing(element: ElementKind) -> No
     assert not any(name.startswith("fma") for name in instructions(ptx))
 
 
-def test_a_division_costs_two_fused_steps_per_element() -> None:
+def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> None:
     from baracuda.backends.triton.static import elementwise_step
 
     p = Problem(QuantizeKind.QUANTIZE, SHAPE, ElementKind.BF16, ElementKind.S8, -128, 127, PerToken())
@@ -115,8 +115,9 @@ def test_a_division_costs_two_fused_steps_per_element() -> None:
     assert step is not None
     counts = instructions(ptx_of(step, ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]))
     per_thread = step.constants["LINES"] * step.constants["COLS"] // (32 * step.warps)  # type: ignore[operator]
-    assert counts["fma.rn.f32"] == 2 * per_thread
-    assert counts["div.rn.f32"] == 1
+    assert counts["fma.rn.f32"] == 2 * 2 * per_thread
+    assert counts["rcp.rn.f32"] == 2
+    assert counts["div.rn.f32"] == 0
 
 
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U4])

@@ -160,7 +160,7 @@ def dynamic_fake_quantize(
 ) -> Tensor:
     """What `dynamic_quantize` would make of x, dequantized, in one pass and x's own type. It records no gradient."""
     x = as_tensor(x, "x").detach()
-    key = _dynamic_key(x, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, key)[-1]
 
 
