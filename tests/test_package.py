@@ -35,9 +35,9 @@ def test_the_version_is_written_in_one_place() -> None:
 def test_the_changelog_keeps_its_form_and_knows_the_version() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     headings = re.findall(r"^## (.*)$", text, re.M)
-    assert headings[0] == "[Unreleased]"
-    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
-    assert headings[1].startswith(f"[{baracuda.__version__}]")
+    assert headings[0] == "Unreleased"
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ - \d{4}-\d\d-\d\d", heading) for heading in headings[1:])
+    assert headings[1].startswith(f"{baracuda.__version__} ")
     kinds = set(re.findall(r"^### (.*)$", text, re.M))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 

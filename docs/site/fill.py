@@ -28,7 +28,8 @@ def fill(target: Path) -> None:
         written.parent.mkdir(parents=True, exist_ok=True)
         made = partial(_made, pictures=pictures, up="../" * name.count("/"))
         written.write_text(MARK.sub(made, page.read_text()))
-    shutil.copy(ROOT / "docs" / "site.css", target)
+    for kept in ("site.css", "bench-linear.svg"):
+        shutil.copy(ROOT / "docs" / kept, target)
 
 
 def sources() -> dict[str, Path]:

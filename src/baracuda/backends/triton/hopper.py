@@ -20,12 +20,22 @@ from .activation import activated
 
 
 @gluon.jit
-def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr):
-    """Tiles in groups of GROUP columns, down the rows: the tiles in flight share their operands in L2."""
-    first = index // (GROUP * tiles_m) * GROUP
-    width = min(tiles_n - first, GROUP)
-    inside = index % (GROUP * tiles_m)
+def grouped(index, along, across, GROUP: gl.constexpr):
+    first = index // (GROUP * along) * GROUP
+    width = min(across - first, GROUP)
+    inside = index % (GROUP * along)
     return inside // width, first + inside % width
+
+
+@gluon.jit
+def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr, EAGER: gl.constexpr):
+    """Tiles in groups of GROUP columns, down the rows, or of rows where tiles are few: those in flight share their
+    operands in L2."""
+    if EAGER:
+        n, m = grouped(index, tiles_n, tiles_m, GROUP)
+    else:
+        m, n = grouped(index, tiles_m, tiles_n, GROUP)
+    return m, n
 
 
 @gluon.jit
@@ -96,7 +106,9 @@ def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl
 
 
 @gluon.jit
-def feed(a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP: gl.constexpr):
+def feed(
+    a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP: gl.constexpr, EAGER: gl.constexpr
+):
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = a_desc.block_type.shape[0]
     BN: gl.constexpr = b_desc.block_type.shape[0]
@@ -104,7 +116,7 @@ def feed(a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, G
     stage = 0
     phase = 1
     for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        m, n = tile_at(tile, tiles_m, tiles_n, GROUP, EAGER)
         for k in range(steps):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
@@ -185,7 +197,7 @@ def consume(
     done = WHICH * steps
     my_turn = 1 - WHICH
     for tile in range(first, tiles_m * tiles_n, 2 * gl.num_programs(0)):
-        m, n = tile_at(tile, tiles_m, tiles_n, GROUP)
+        m, n = tile_at(tile, tiles_m, tiles_n, GROUP, EAGER)
         row = m * BM
         if EAGER:
             rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
@@ -272,7 +284,7 @@ def gemm(
         [
             (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, EAGER, 0, EPILOGUE)),
             (consume, (a_bufs, b_bufs, c_desc, d_bufs, barriers, sizes, scales, GROUP, EAGER, 1, EPILOGUE)),
-            (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP)),
+            (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP, EAGER)),
         ],
         [4, 1],
         [232, 24],

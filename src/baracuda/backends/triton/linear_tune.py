@@ -27,7 +27,7 @@ class Tile:
     warps: int
     #: The output leaves through shared memory in this many pieces.
     pieces: int
-    #: Columns of tiles that are walked together.
+    #: Columns of tiles, or rows where they are few, that are walked together.
     group: int
     #: The scales are read before the products, not piece by piece with the output.
     eager: bool = False

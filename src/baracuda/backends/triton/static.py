@@ -61,7 +61,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
     size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
     light = problem.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
     if view.inner > 1:
-        heavy = problem.op is QuantizeKind.QUANTIZE_BACKWARD
+        heavy = problem.op in (QuantizeKind.QUANTIZE_BACKWARD, QuantizeKind.FAKE_QUANTIZE_BACKWARD)
         tile = tune.columns(view.run, view.inner, size, light=light, heavy=heavy, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0

@@ -60,14 +60,14 @@ def dense(width: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
 def columns(run: int, inner: int, element_bytes: int, *, light: bool, heavy: bool, packed: bool) -> Tile:
     """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far.
 
-    `light` and `heavy` ops, with a multiplication or two divisions per element, want more or fewer columns a thread.
+    `light` and `heavy` ops, with a multiplication or two tensors to read, want more or fewer columns a thread.
     """
     if run == 1:
         return Tile(1, min(power_of_two(inner), 2048), 4, vector=16 // element_bytes if packed else 0)
     if light:
         across = min(power_of_two(inner), 128 if element_bytes == 8 else 256)
         lines = min(power_of_two(run), max(4096 // across, 1))
-        return Tile(lines, across, 4, vector=16 // element_bytes if packed else 0)
+        return Tile(lines, across, 4, vector=16 // element_bytes if packed and element_bytes < 8 else 0)
     size, across, warps, vector = 2048, 256, 4, 4 if element_bytes == 4 else 2
     if element_bytes == 2 and not heavy:
         size, across, warps, vector = (2048, 128, 2, 4) if packed else (4096, 128, 4, 4)
