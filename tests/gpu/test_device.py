@@ -60,6 +60,7 @@ def test_the_device_has_the_bits_of_the_reference_and_of_the_cpu(group: str) -> 
     for case in GROUPS[group]:
         expected = run(case, BackendKind.REFERENCE)
         assert_same_bits(run(case, BackendKind.TRITON, DEVICE), expected, case)
+        assert_same_bits(run(case, BackendKind.CPU), expected, case)
 
 
 def _plans() -> list[Case]:
@@ -197,6 +198,20 @@ def test_every_f32_is_divided_exactly(chunk: int) -> None:
     random = (torch.rand(6, generator=generator) + 0.5) * 2.0 ** torch.randint(-12, 4, (6,), generator=generator)
     for i, scale in enumerate([*SCALES, *random.tolist()]):
         _compare(p, x, scale, ZERO_POINTS[(i + chunk) % len(ZERO_POINTS)])
+
+
+@pytest.mark.parametrize("chunk", range(32))
+def test_every_f32_gradient_is_divided_exactly(chunk: int) -> None:
+    """torch divides two CUDA tensors with IEEE rounding; only a division by a number goes through its reciprocal."""
+    dy = _every_float(chunk)
+    x, out = torch.zeros_like(dy), torch.empty_like(dy)
+    p = Problem(QuantizeKind.QUANTIZE_BACKWARD, tuple(dy.shape), ElementKind.F32, ElementKind.S8, -128, 127)
+    plan = SelectedPlan(p, torch.device(DEVICE), TRITON)
+    for scale in SCALES:
+        plan.launch((x, dy, scale, None, out))
+        expected = dy / torch.full_like(dy, scale)
+        expected = torch.where(expected.isnan(), float("nan"), expected)
+        assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), scale
 
 
 @pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16])

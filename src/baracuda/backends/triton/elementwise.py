@@ -53,20 +53,9 @@ ALWAYS = tl.constexpr(2)
 
 @triton.jit
 def formula(
-    a,
-    dy,
-    scale,
-    zero_point,
-    dtype: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr,
-    HAS_ZP: tl.constexpr,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    WAY: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    F64: tl.constexpr,
-):
+    a, dy, scale, zero_point, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, OP: tl.constexpr,
+    RECIPROCAL: tl.constexpr, WAY: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, F64: tl.constexpr,
+):  # fmt: skip
     """What an op makes of its elements: of a quantization the bits of the step. `a` is x, widened, or an int32 q.
 
     Scale and zero point have any shape that broadcasts, so that what depends on them alone is done once."""
@@ -110,20 +99,9 @@ def divides(op: int, reciprocal: bool) -> bool:
 
 @triton.jit
 def store_quantized(
-    out_ptr,
-    bits,
-    rest,
-    start,
-    column,
-    width,
-    valid,
-    MASKED: tl.constexpr,
-    PACKED: tl.constexpr,
-    PER_COLUMN: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    out_ptr, bits, rest, start, column, width, valid, MASKED: tl.constexpr, PACKED: tl.constexpr,
+    PER_COLUMN: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Store bits + rest as bytes or as pairs in bytes; each column may have a rest of its own."""
     if PACKED:
         pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
@@ -138,19 +116,9 @@ def store_quantized(
 
 @triton.jit
 def load_tile(
-    a_ptr,
-    dy_ptr,
-    start,
-    column,
-    width,
-    valid,
-    MASKED: tl.constexpr,
-    OP: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    a_ptr, dy_ptr, start, column, width, valid, MASKED: tl.constexpr, OP: tl.constexpr, PACKED: tl.constexpr,
+    F64: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """(x or q, dy): lines that begin at `start`, columns from `column` on; of an op that reads one, that one twice.
 
     In the math type or as int32. Packed pairs never straddle lines here, so the packed side has the same lines of half
@@ -176,30 +144,11 @@ def load_tile(
 
 @triton.jit
 def finish_tile(
-    a,
-    dy,
-    out_ptr,
-    scale,
-    zero_point,
-    start,
-    column,
-    width,
-    valid,
-    MASKED: tl.constexpr,
-    WAY: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr,
-    HAS_ZP: tl.constexpr,
-    PER_COLUMN: tl.constexpr,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    a, dy, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, WAY: tl.constexpr,
+    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr,
+    LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Compute and store what was loaded."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, WAY, Q_MIN, Q_MAX, F64)
@@ -214,94 +163,33 @@ def finish_tile(
 
 @triton.jit
 def dense_tile(
-    a_ptr,
-    dy_ptr,
-    out_ptr,
-    scale,
-    zero_point,
-    start,
-    column,
-    width,
-    valid,
-    MASKED: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr,
-    HAS_ZP: tl.constexpr,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
+    a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr,
+    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr,
-):
+):  # fmt: skip
     """A tile with one scale a line. Loaded first: the elements are under way while the scale is looked at."""
     a, dy = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, COLS, VECTOR)
     args = (a, dy, out_ptr, scale, zero_point, start, column, width, valid)
     if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
         finish_tile(
-            *args,
-            MASKED,
-            FAR,
-            MAY_BE_NAN,
-            HAS_ZP,
-            False,
-            OP,
-            RECIPROCAL,
-            Q_MIN,
-            Q_MAX,
-            PACKED,
-            F64,
-            LINES,
-            COLS,
+            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
             VECTOR,
-        )
+        )  # fmt: skip
     else:
         finish_tile(
-            *args,
-            MASKED,
-            PLAIN,
-            MAY_BE_NAN,
-            HAS_ZP,
-            False,
-            OP,
-            RECIPROCAL,
-            Q_MIN,
-            Q_MAX,
-            PACKED,
-            F64,
-            LINES,
-            COLS,
+            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
             VECTOR,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
 def dense(
-    a_ptr,
-    dy_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    lines,
-    width,
-    blocks,
-    rows,
-    SEGMENT: tl.constexpr,
-    MASK: tl.constexpr,
-    BACKWARDS: tl.constexpr,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, blocks, rows, SEGMENT: tl.constexpr,
+    MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
+    COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     if BACKWARDS:  # what a pass over the same tensor read last is still in the cache
@@ -332,29 +220,11 @@ def dense(
 
 @triton.jit
 def columns(
-    a_ptr,
-    dy_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    run,
-    inner,
-    row_blocks,
-    blocks,
-    BACKWARDS: tl.constexpr,
-    MASK: tl.constexpr,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    ITERS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, row_blocks, blocks, BACKWARDS: tl.constexpr,
+    MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    ITERS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     if BACKWARDS:
@@ -375,22 +245,9 @@ def columns(
             a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, COLS, VECTOR)
             args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
-                *args,
-                True,
-                FAR,
-                may_be_nan,
-                has_zp,
-                True,
-                OP,
-                RECIPROCAL,
-                Q_MIN,
-                Q_MAX,
-                PACKED,
-                F64,
-                LINES,
-                COLS,
+                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
                 VECTOR,
-            )
+            )  # fmt: skip
     else:
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
@@ -398,43 +255,17 @@ def columns(
             a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, MASK != NEVER, OP, PACKED, F64, COLS, VECTOR)
             args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
-                *args,
-                MASK != NEVER,
-                PLAIN,
-                may_be_nan,
-                has_zp,
-                True,
-                OP,
-                RECIPROCAL,
-                Q_MIN,
-                Q_MAX,
-                PACKED,
-                F64,
-                LINES,
-                COLS,
-                VECTOR,
-            )
+                *args, MASK != NEVER, PLAIN, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64,
+                LINES, COLS, VECTOR,
+            )  # fmt: skip
 
 
 @triton.jit
 def scattered(
-    a_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    size,
-    axis,
-    rows,
-    run,
-    inner,
-    OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
+    a_ptr, scale_ptr, zero_point_ptr, out_ptr, size, axis, rows, run, inner, OP: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr,
     COLS: tl.constexpr,
-):
+):  # fmt: skip
     """Packed quantize and dequantize, a byte a lane, each element finding its own scale: rows of odd length, or
     segments that end inside a byte. `axis` is the length of the last axis, `size` the number of bytes."""
     byte = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)

@@ -172,18 +172,9 @@ def finish(acc, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, 
 
 @gluon.jit
 def consume(
-    a_bufs,
-    b_bufs,
-    c_desc,
-    c_bufs,
-    barriers,
-    sizes,
-    scales,
-    GROUP: gl.constexpr,
-    EAGER: gl.constexpr,
-    WHICH: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
+    a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP: gl.constexpr, EAGER: gl.constexpr,
+    WHICH: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
     """Multiply, scale and store this consumer's share, every other tile. EAGER reads the scales before multiplying."""
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = a_bufs.shape[1]
@@ -237,26 +228,9 @@ def consume(
 
 @gluon.jit
 def gemm(
-    a_desc,
-    b_desc,
-    c_desc,
-    sa_ptr,
-    sa,
-    sw_ptr,
-    sw,
-    bias_ptr,
-    zp_ptr,
-    zp,
-    sum_ptr,
-    residual_ptr,
-    M,
-    N,
-    K,
-    STAGES: gl.constexpr,
-    GROUP: gl.constexpr,
-    EAGER: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
+    a_desc, b_desc, c_desc, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr, M, N, K,
+    STAGES: gl.constexpr, GROUP: gl.constexpr, EAGER: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
     """out[M, N] = scaled(a[M, K] @ b[N, K].T), the shapes any: TMA fills with zeros and clips."""
     BM: gl.constexpr = a_desc.block_type.shape[0]
     BN: gl.constexpr = b_desc.block_type.shape[0]

@@ -79,32 +79,10 @@ def quantized(x, scale, reciprocal, ordinary, q_min, q_max):
 
 @gluon.jit
 def gemm_skinny(
-    x_desc,
-    w_desc,
-    x_ptr,
-    out_ptr,
-    partial_ptr,
-    scale_out_ptr,
-    sa_ptr,
-    sa,
-    sw_ptr,
-    sw,
-    bias_ptr,
-    zp_ptr,
-    zp,
-    sum_ptr,
-    residual_ptr,
-    q_min,
-    q_max,
-    M,
-    N,
-    K,
-    BT: gl.constexpr,
-    STAGES: gl.constexpr,
-    SPLIT: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-    EPILOGUE: gl.constexpr,
-):
+    x_desc, w_desc, x_ptr, out_ptr, partial_ptr, scale_out_ptr, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr,
+    residual_ptr, q_min, q_max, M, N, K, BT: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
+    QUANTIZE: gl.constexpr, EPILOGUE: gl.constexpr,
+):  # fmt: skip
     """A unit of work is BN rows of the weight and a part of K; with SPLIT > 1 the sums go to partial[SPLIT, M, N]."""
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]

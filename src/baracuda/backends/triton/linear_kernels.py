@@ -11,20 +11,9 @@ from .numerics import load_scale, loop_bound, narrow, widen
 
 @triton.jit
 def finish(
-    acc,
-    rows,
-    columns,
-    M,
-    N,
-    out_ptr,
-    sa,
-    sw,
-    bias,
-    residual_ptr,
-    PER_TOKEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
     F64: tl.constexpr,
-):
+):  # fmt: skip
     """act(((acc * scale_a) * scale_w) + bias) + residual, left to right, each step rounded, then stored."""
     y = acc.to(tl.float64 if F64 else tl.float32)
     if PER_TOKEN:
@@ -84,22 +73,9 @@ def load_activation(x_ptr, rows, at, M, K, SHIFT: tl.constexpr):
 
 @triton.jit
 def dot(
-    x_ptr,
-    w_ptr,
-    rows,
-    columns,
-    first,
-    last,
-    M,
-    N,
-    K,
-    SHIFT: tl.constexpr,
-    PACKED: tl.constexpr,
-    SUMS: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
+    x_ptr, w_ptr, rows, columns, first, last, M, N, K, SHIFT: tl.constexpr, PACKED: tl.constexpr, SUMS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
     """The int32 sums over the stored weight from first to last, and with SUMS those of the weight alone."""
     acc = tl.zeros((BM, BN), tl.int32)
     sums = tl.zeros((BN,), tl.int32)
@@ -116,31 +92,11 @@ def dot(
 
 @triton.jit
 def matmul(
-    x_ptr,
-    w_ptr,
-    out_ptr,
-    sa,
-    sw,
-    bias,
-    zp,
-    sum_ptr,
-    residual_ptr,
-    M,
-    N,
-    K,
-    PER_TOKEN: tl.constexpr,
-    CENTRED: tl.constexpr,
-    SHIFT: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
+    x_ptr, w_ptr, out_ptr, sa, sw, bias, zp, sum_ptr, residual_ptr, M, N, K, PER_TOKEN: tl.constexpr,
+    CENTRED: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr,
-):
+):  # fmt: skip
     """A K longer than int32 sums are exact for is cut into CHUNKs of the stored weight, added in int64 (0: not cut)."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -171,19 +127,9 @@ def matmul(
 
 @triton.jit
 def sum_parts(
-    partial_ptr,
-    out_ptr,
-    sa,
-    sw,
-    bias,
-    residual_ptr,
-    M,
-    N,
-    PER_TOKEN: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr,
-    BN: tl.constexpr,
-):
+    partial_ptr, out_ptr, sa, sw, bias, residual_ptr, M, N, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
+    SPLIT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """The sums of K's parts, partial[SPLIT, M, N], added and scaled: one row and BN columns per program."""
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)

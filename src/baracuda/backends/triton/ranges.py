@@ -17,13 +17,11 @@ from .numerics import (
     HELD,
     INF,
     bounds,
-    choose_qparams,
     lanes,
     larger,
     largest,
     loop_bound,
     narrow,
-    ordered,
     prepare_positive,
     quantize_steps,
     smaller,
@@ -31,9 +29,9 @@ from .numerics import (
     step_bits,
     step_rest,
     step_value,
-    unordered,
     widen,
 )
+from .qparams import choose_qparams, ordered, unordered
 
 
 @triton.jit
@@ -82,26 +80,10 @@ def range_of(x, mask, MASKED: tl.constexpr, axis: tl.constexpr, SYMMETRIC: tl.co
 
 @triton.jit
 def quantize_tile(
-    out_ptr,
-    x,
-    scale,
-    zero_point,
-    start,
-    column,
-    width,
-    valid,
-    MASKED: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr,
-    PER_COLUMN: tl.constexpr,
-    F64: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    out_ptr, x, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr,
+    PER_COLUMN: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Quantize x, [LINES, COLS] in the math type, and store it; as floats again where the output holds floats."""
     divisor, reciprocal, factor = prepare_positive(scale, RECIPROCAL, F64)
     low, high, shift = bounds(0 if SYMMETRIC else zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
@@ -122,26 +104,11 @@ def quantize_tile(
 
 @triton.jit
 def rows(
-    x_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    lines,
-    width,
-    MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
+    COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Contiguous segments of up to COLS elements, LINES of them a program."""
     line = tl.program_id(0) * LINES + tl.arange(0, LINES)
     start = (line.to(tl.int64) if WIDE else line)[:, None] * width
@@ -161,51 +128,18 @@ def rows(
         tl.store(zero_point_ptr + line, zero_point, mask=keep)
     if out_ptr is not None:
         quantize_tile(
-            out_ptr,
-            x,
-            scale[:, None],
-            zero_point[:, None],
-            start,
-            0,
-            width,
-            valid,
-            masked,
-            SYMMETRIC,
-            RECIPROCAL,
-            Q_MIN,
-            Q_MAX,
-            PACKED,
-            False,
-            F64,
-            LINES,
-            COLS,
-            VECTOR,
-        )
+            out_ptr, x, scale[:, None], zero_point[:, None], start, 0, width, valid, masked, SYMMETRIC, RECIPROCAL,
+            Q_MIN, Q_MAX, PACKED, False, F64, LINES, COLS, VECTOR,
+        )  # fmt: skip
 
 
 @triton.jit
 def blocks(
-    x_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    run,
-    inner,
-    column_blocks,
-    MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
-):
+    x_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, column_blocks, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
+    COLS: tl.constexpr, VECTOR: tl.constexpr,
+):  # fmt: skip
     """Strided segments of up to LINES elements, COLS neighbours a program: [rows, run, inner] as it lies."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     row, column = program // column_blocks, program % column_blocks * COLS
@@ -226,26 +160,9 @@ def blocks(
         tl.store(zero_point_ptr + row * inner + index, zero_point, mask=keep)
     if out_ptr is not None:
         quantize_tile(
-            out_ptr,
-            x,
-            scale[None, :],
-            zero_point[None, :],
-            start,
-            column,
-            inner,
-            valid,
-            masked,
-            SYMMETRIC,
-            RECIPROCAL,
-            Q_MIN,
-            Q_MAX,
-            PACKED,
-            True,
-            F64,
-            LINES,
-            COLS,
-            VECTOR,
-        )
+            out_ptr, x, scale[None, :], zero_point[None, :], start, column, inner, valid, masked, SYMMETRIC,
+            RECIPROCAL, Q_MIN, Q_MAX, PACKED, True, F64, LINES, COLS, VECTOR,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -264,25 +181,11 @@ def load_span(x_ptr, start, column, width, F64: tl.constexpr, COLS: tl.constexpr
 
 @triton.jit
 def long_rows(
-    x_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    out_ptr,
-    lines,
-    width,
-    MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    PACKED: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    COLS: tl.constexpr,
+    x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr,
     VECTOR: tl.constexpr,
-):
+):  # fmt: skip
     """Contiguous segments of any length, one a program, in two passes."""
     line = tl.program_id(0)
     start = (line.to(tl.int64) if WIDE else line) * width
@@ -306,46 +209,16 @@ def long_rows(
             column = last - i  # backwards: what was read last is nearest
             x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
             quantize_tile(
-                out_ptr,
-                x,
-                scale[:, None],
-                zero_point[:, None],
-                start,
-                column,
-                width,
-                True,
-                MASK != NEVER,
-                SYMMETRIC,
-                RECIPROCAL,
-                Q_MIN,
-                Q_MAX,
-                PACKED,
-                False,
-                F64,
-                1,
-                COLS,
-                VECTOR,
-            )
+                out_ptr, x, scale[:, None], zero_point[:, None], start, column, width, True, MASK != NEVER, SYMMETRIC,
+                RECIPROCAL, Q_MIN, Q_MAX, PACKED, False, F64, 1, COLS, VECTOR,
+            )  # fmt: skip
 
 
 @triton.jit
 def partial(
-    x_ptr,
-    low_ptr,
-    high_ptr,
-    repeat,
-    rows,
-    run,
-    column_blocks,
-    items,
-    chunks,
-    MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    x_ptr, low_ptr, high_ptr, repeat, rows, run, column_blocks, items, chunks, MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
     program = tl.program_id(0)
     row, chunk = program % rows, program // rows
@@ -377,21 +250,9 @@ def partial(
 
 @triton.jit
 def partial_columns(
-    x_ptr,
-    low_ptr,
-    high_ptr,
-    rows,
-    run,
-    inner,
-    column_blocks,
-    span,
-    MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    F64: tl.constexpr,
-    WIDE: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    x_ptr, low_ptr, high_ptr, rows, run, inner, column_blocks, span, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
+    F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """The ranges of COLS neighbouring strided segments over `span` lines of their run."""
     program = tl.program_id(0)
     column, above = program % column_blocks * COLS, program // column_blocks
@@ -421,22 +282,10 @@ def partial_columns(
 
 @triton.jit
 def finish(
-    low_ptr,
-    high_ptr,
-    scale_ptr,
-    zero_point_ptr,
-    chunks,
-    segments,
-    SYMMETRIC: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
-    RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    F64: tl.constexpr,
-    LINES: tl.constexpr,
-    COLS: tl.constexpr,
-):
+    low_ptr, high_ptr, scale_ptr, zero_point_ptr, chunks, segments, SYMMETRIC: tl.constexpr,
+    INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    SMALLEST: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
     """Scales from partial ranges, [chunks, segments]. Without any chunk the segments are empty."""
     index = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     keep = index < segments

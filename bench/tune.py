@@ -1,0 +1,171 @@
+"""Which tile is fastest: the evidence behind `backends/triton/tune.py`, to be repeated on another GPU.
+
+    python -m bench tune [--only PARTS] [--jobs N] [--json FILE]
+
+Every problem runs with the tile that `tune.py` chooses and with others around it; a row shows the chosen one's share of
+the copy ceiling and the best. Results must agree to the bit, whatever the tile. What is found is written into `tune.py`
+by hand, as a rule over shapes: nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from unittest import mock
+
+import torch
+
+from baracuda import BackendKind, PlanPreference
+from baracuda.backends.triton import tune
+from baracuda.backends.triton.tune import Range, Schedule, Tile
+from baracuda.plan import SelectedPlan
+from baracuda.problem import OPS, Problem
+
+from .common import arguments, write_json
+from .gpu import _label, copy_ceiling, microseconds, moved, operands, problems
+
+SHAPE = (16384, 8192)
+TRITON = PlanPreference(prefer_backend=BackendKind.TRITON)
+#: Elements a thread may hold: fewer waste what a scale costs, more spill.
+PER_THREAD = range(8, 65)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile in the place of the chosen one; a dynamic range also has a schedule and chunks."""
+
+    tile: Tile | None = None
+    schedule: Schedule | None = None
+    chunks: int = 0
+
+
+@contextmanager
+def using(candidate: Candidate) -> Iterator[None]:
+    """Plans selected inside get the candidate's tile."""
+    tile, schedule = candidate.tile, candidate.schedule
+    if tile is None:
+        yield
+    elif schedule is None:
+        with mock.patch.multiple(tune, dense=lambda *a, **k: tile, columns=lambda *a, **k: tile):
+            yield
+    else:
+        with mock.patch.object(tune, "dynamic", lambda *a: Range(schedule, tile, candidate.chunks)):
+            yield
+
+
+def candidates(p: Problem, processors: int) -> Iterator[Candidate]:
+    """The chosen tile, then others of the same kind."""
+    yield Candidate()
+    view, vectors = p.view, (16 // p.element.dtype.itemsize,) if p.quantized.is_packed else (0,)
+    if OPS[p.op].dynamic:
+        chosen = tune.dynamic(view, p.element.dtype.itemsize, processors)
+        schedule, lines, columns = chosen.schedule, chosen.tile.lines, chosen.tile.columns
+        if schedule is Schedule.ROWS:
+            tiles = [
+                Tile(max(size // columns, 1), columns, w, vector=v) for size in _sizes() for w, v in _pairs(vectors)
+            ]
+        elif schedule is Schedule.BLOCKS:
+            tiles = [Tile(lines, across, w, vector=v) for across in (16, 32, 64, 128) for w, v in _pairs((1, 2, 4, 8))]
+        else:
+            tiles = [Tile(lines, columns, w) for w in (4, 8, 16)]
+        for chunks in dict.fromkeys((chosen.chunks, chosen.chunks // 2, 2 * chosen.chunks)):
+            for tile in dict.fromkeys(tiles):
+                if tile.lines * tile.columns // (32 * tile.warps) in PER_THREAD and bool(chunks) == bool(chosen.chunks):
+                    yield Candidate(tile, schedule, chunks)
+        return
+    for size in _sizes():
+        for warps in (2, 4, 8):
+            if size // (32 * warps) not in PER_THREAD:
+                continue
+            if view.inner == 1:
+                across = min(tune.power_of_two(view.run), size)
+                yield from (Candidate(Tile(size // across, across, warps, vector=v)) for v in vectors)
+            else:
+                for across in (128, 256):
+                    for repeats, vector in ((r, v) for r in (1, 4, 8) for v in (2, 4, 8)):
+                        yield Candidate(Tile(size // across, across, warps, repeats, vector))
+
+
+def _sizes() -> tuple[int, ...]:
+    return 512, 1024, 2048, 4096, 8192
+
+
+def _pairs(vectors: Sequence[int]) -> list[tuple[int, int]]:
+    return [(warps, vector) for warps in (1, 2, 4, 8, 16, 32) for vector in vectors]
+
+
+class Trial:
+    """A problem with one candidate, bound to operands."""
+
+    def __init__(self, p: Problem, candidate: Candidate, device: torch.device) -> None:
+        with using(candidate):
+            self.plan = SelectedPlan(p, device, TRITON)
+            self.bytes = self.plan.workspace_size()
+            self.launch = self.plan._launch
+        self.device = device
+
+    def __call__(self, values: tuple[object, ...]) -> None:
+        room = torch.empty(self.bytes, dtype=torch.uint8, device=self.device) if self.bytes else None
+        self.launch(values, room)  # type: ignore[arg-type]
+
+
+def compile_ahead(job: tuple[Problem, Candidate]) -> str | None:
+    """Launch once in this process, for Triton's cache; the reason if that is not possible."""
+    problem, candidate = job
+    device = torch.device("cuda", 0)
+    try:
+        Trial(problem, candidate, device)(operands(problem, device))
+        torch.cuda.synchronize(device)
+    except Exception as error:  # a tile that needs too much of something
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def sweep(name: str, p: Problem, tried: list[Candidate], ceiling: float, device: torch.device) -> dict[str, object]:
+    values = operands(p, device)
+    outputs = [i for i, operand in enumerate(OPS[p.op].operands) if operand.output and values[i] is not None]
+    expected: list[torch.Tensor] = []
+    shares = []
+    for candidate in tried:
+        trial = Trial(p, candidate, device)
+        for i in outputs:
+            values[i].fill_(77)
+        trial(values)
+        got = [values[i].view(-1).view(torch.uint8).clone() for i in outputs]
+        expected = expected or got
+        if not all(map(torch.equal, got, expected)):
+            raise SystemExit(f"{_label(name, p)}: {candidate} gives other bits than {tried[0]}")
+        share = moved(p) / microseconds(lambda trial=trial: trial(values), 6, 5) / ceiling  # type: ignore[misc]
+        shares.append((share, candidate))
+    chosen, (best, by) = shares[0][0], max(shares, key=lambda found: found[0])
+    print(f"{_label(name, p):60s} chosen {chosen:6.1%}  best {best:6.1%}  {by.tile or 'as chosen'}", flush=True)
+    rows = [{"share": share, **asdict(candidate.tile or Tile(0, 0, 0))} for share, candidate in shares]
+    return {"problem": _label(name, p), "chosen": chosen, "best": best, "tiles": rows}
+
+
+def _options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile the kernels before the timing")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = arguments("tune", argv, "leave out f16, u8 and u4", _options)
+    if not torch.cuda.is_available():
+        raise SystemExit("bench tune: torch sees no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    wanted = options.only.split(",")
+    chosen = [(n, p) for n, p in problems(SHAPE, options.quick) if all(part in _label(n, p) for part in wanted)]
+    jobs = [(p, candidate) for _, p in chosen for candidate in candidates(p, processors)]
+    with ProcessPoolExecutor(options.jobs, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
+        refused = dict(zip(jobs, pool.map(compile_ahead, jobs, chunksize=8), strict=True))
+    ceiling = copy_ceiling(device)
+    print(f"{torch.cuda.get_device_name(device)}, copy {ceiling / 1e6:.2f} TB/s, {len(jobs)} kernels")
+    rows = []
+    for name, p in chosen:
+        tried = [candidate for candidate in candidates(p, processors) if refused[p, candidate] is None]
+        rows.append(sweep(name, p, tried, ceiling, device))
+    write_json(options.json, {"device": torch.cuda.get_device_name(device), "rows": rows})
