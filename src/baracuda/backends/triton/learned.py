@@ -54,8 +54,8 @@ def finished(total, dtype: tl.constexpr):
 
 @triton.jit
 def to_the_zero_point(lost, scale):
-    """The zero point's gradient from the sum of what was clamped away."""
-    return tl.where(lost == 0, 0.0, -scale.to(tl.float64) * lost)
+    """The zero point's gradient from the sum of what was clamped away. A minus sign is 0 - x in Triton, +0 for a 0."""
+    return tl.where(lost == 0, 0.0, scale.to(tl.float64) * -1.0 * lost)
 
 
 @triton.jit
