@@ -248,7 +248,13 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "activation is unknown",
         lambda: baracuda.quantized_linear(X, W, WS, activation="tanh"),
         InvalidProblem,
-        "expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
+        "Activation: expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
+    ),
+    (
+        "the preferred backend is unknown",
+        lambda: baracuda.PlanPreference(prefer_backend="cuda"),  # type: ignore[arg-type]
+        InvalidProblem,
+        "BackendKind: expected one of 'reference', 'cpu', 'triton', got 'cuda'",
     ),
     ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
     (

@@ -309,3 +309,7 @@ def test_the_sku_of_a_linear_names_its_epilogue(backend: BackendKind) -> None:
         row = BY_NAME[name]
         plan = row.plan.select(row.describe(**change), PlanPreference(prefer_backend=backend))
         assert plan.sku().epilogue == wanted
+
+
+def test_a_backend_is_preferred_by_its_name_as_by_itself() -> None:
+    assert PlanPreference(prefer_backend="cpu") == PlanPreference(prefer_backend=BackendKind.CPU)  # type: ignore[arg-type]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from functools import lru_cache
 from math import prod
 from numbers import Real
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .execute import audience, cached_plan, run
 from .ops import OPERATORS, Key, unpacked_shape
 from .problem import fake_storage
 from .scope import PerTensor, PerToken, Scope, Shape
-from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
 
 #: A tensor, or anything that speaks DLPack: NumPy, CuPy and JAX arrays.
 Array = Any
@@ -409,17 +408,3 @@ def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[tuple[int, int, int], Sh
 
 def _matrix(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
     return x if x.ndim == 2 else x.reshape(shape[0], shape[2])
-
-
-_Choice = TypeVar("_Choice", bound=Enum)
-
-
-def member(choices: type[_Choice], value: _Choice | str) -> _Choice:
-    """The member of an enumeration that a value stands for: itself, or its name."""
-    if isinstance(value, choices):
-        return value
-    try:
-        return choices(value)
-    except ValueError:
-        names = ", ".join(repr(choice.value) for choice in choices)
-        raise InvalidProblem(f"expected one of {names}, got {value!r}") from None

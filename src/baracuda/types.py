@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TypeVar
 
 import torch
 
@@ -177,12 +178,31 @@ class KernelSku:
     precision_guarantee: PrecisionGuarantee
 
 
+_Choice = TypeVar("_Choice", bound=Enum)
+
+
+def member(choices: type[_Choice], value: _Choice | str) -> _Choice:
+    """The member of an enumeration that a value stands for: itself, or its name."""
+    if isinstance(value, choices):
+        return value
+    try:
+        return choices(value)
+    except ValueError:
+        names = ", ".join(repr(choice.value) for choice in choices)
+        raise InvalidProblem(f"{choices.__name__}: expected one of {names}, got {value!r}") from None
+
+
 @dataclass(frozen=True, slots=True)
 class PlanPreference:
     """Limits on the choice of a kernel. A preferred backend is binding: `select` raises rather than pick another."""
 
     max_workspace_bytes: int | None = None
+    #: A backend or its name.
     prefer_backend: BackendKind | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefer_backend is not None:
+            object.__setattr__(self, "prefer_backend", member(BackendKind, self.prefer_backend))
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,7 +249,8 @@ def _read_header(fd: int, name: str) -> tuple[bytes, int]:
         raise CheckpointError("truncated", f"{name}: {size} bytes, too short for a header; {_FETCH}")
     length = int.from_bytes(os.pread(fd, 8, 0), "little")
     if length > MAX_HEADER_BYTES:
-        raise CheckpointError("header-too-long", f"{name}: its header claims {length} bytes, the limit is 100 MB")
+        claim = f"{name}: its header claims {length} bytes, the limit is 100 MB; {_FETCH}"
+        raise CheckpointError("header-too-long", claim)
     if length > size - 8:
         raise CheckpointError("truncated", f"{name}: its header claims {length} bytes, {size - 8} follow; {_FETCH}")
     header = os.pread(fd, length, 8)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from ..autograd import straight_through
 from ..descriptors import Element
 from ..errors import InvalidProblem
-from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize, member
+from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize
 from ..scope import PerTensor, PerToken, Scope, Shape
-from ..types import Arithmetic, DynamicRangeMode, ElementKind
+from ..types import Arithmetic, DynamicRangeMode, ElementKind, member
 from .observers import MinMax, Observer
 
 Strategy = Literal["static", "dynamic", "learned"]

@@ -13,14 +13,13 @@ from ..functional import (
     choose_qparams,
     dequantize,
     dynamic_range,
-    member,
     quantize,
     quantized_linear,
     smoothquant_linear,
 )
 from ..problem import packed_shape
 from ..scope import PerChannel
-from ..types import FLOATS, DynamicRangeMode, ElementKind
+from ..types import FLOATS, DynamicRangeMode, ElementKind, member
 from .row_sums import RowSums
 
 
