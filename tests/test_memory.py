@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import sys
 import threading
 
@@ -70,3 +71,12 @@ def test_a_result_is_an_ordinary_tensor_to_autograd() -> None:
     assert not y._is_view()
     y.mul_(2.0).sum().backward()
     assert x.grad is not None and torch.equal(x.grad.unique(), torch.tensor([2.0]))
+
+
+@pytest.mark.parametrize("advice", ["MADV_HUGEPAGE", "MADV_FREE"])
+def test_a_kernel_that_refuses_the_advice_still_gives_memory(advice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mmap, advice, 9999)
+    with pytest.raises(OSError):
+        mmap.mmap(-1, memory.LARGE).madvise(9999)
+    x = torch.zeros(memory.LARGE)
+    assert not baracuda.quantize(x, 0.5).any()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -47,12 +48,18 @@ def _block(size: int) -> mmap.mmap:
                 continue
             return block
     block = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block.madvise(mmap.MADV_HUGEPAGE)
+    _advise(block, mmap.MADV_HUGEPAGE)
     return block
 
 
+def _advise(block: mmap.mmap, advice: int) -> None:
+    """A kernel built without what is advised refuses: that costs time, and nothing else."""
+    with suppress(OSError):
+        block.madvise(advice)
+
+
 def _release(block: mmap.mmap) -> None:
-    block.madvise(mmap.MADV_FREE)
+    _advise(block, mmap.MADV_FREE)
     _idle.append(block)
     while sum(map(len, list(_idle))) > IDLE:
         _idle.pop(0)
