@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import product
 from unittest import mock
 
 import torch
@@ -23,6 +24,8 @@ from baracuda.backends.triton import tune
 from baracuda.backends.triton.tune import Range, Schedule, Tile
 from baracuda.plan import SelectedPlan
 from baracuda.problem import OPS, Problem
+from baracuda.scope import View
+from baracuda.types import QuantizeKind
 
 from .common import arguments, write_json
 from .gpu import _label, copy_ceiling, microseconds, moved, operands, problems
@@ -30,7 +33,7 @@ from .gpu import _label, copy_ceiling, microseconds, moved, operands, problems
 SHAPE = (16384, 8192)
 TRITON = PlanPreference(prefer_backend=BackendKind.TRITON)
 #: Elements a thread may hold: fewer waste what a scale costs, more spill.
-PER_THREAD = range(8, 65)
+PER_THREAD = range(8, 129)
 
 
 @dataclass(frozen=True)
@@ -59,42 +62,57 @@ def using(candidate: Candidate) -> Iterator[None]:
 def candidates(p: Problem, processors: int) -> Iterator[Candidate]:
     """The chosen tile, then others of the same kind."""
     yield Candidate()
-    view, vectors = p.view, (16 // p.element.dtype.itemsize,) if p.quantized.is_packed else (0,)
-    if OPS[p.op].dynamic:
-        chosen = tune.dynamic(view, p.element.dtype.itemsize, processors)
-        schedule, lines, columns = chosen.schedule, chosen.tile.lines, chosen.tile.columns
-        if schedule is Schedule.ROWS:
-            tiles = [
-                Tile(max(size // columns, 1), columns, w, vector=v) for size in _sizes() for w, v in _pairs(vectors)
-            ]
-        elif schedule is Schedule.BLOCKS:
-            tiles = [Tile(lines, across, w, vector=v) for across in (16, 32, 64, 128) for w, v in _pairs((1, 2, 4, 8))]
-        else:
-            tiles = [Tile(lines, columns, w) for w in (4, 8, 16)]
-        for chunks in dict.fromkeys((chosen.chunks, chosen.chunks // 2, 2 * chosen.chunks)):
-            for tile in dict.fromkeys(tiles):
-                if tile.lines * tile.columns // (32 * tile.warps) in PER_THREAD and bool(chunks) == bool(chosen.chunks):
-                    yield Candidate(tile, schedule, chunks)
+    view, itemsize = p.view, p.element.dtype.itemsize
+    vector = 16 // itemsize
+    if not OPS[p.op].dynamic:
+        light = p.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
+        yield from map(Candidate, _dense(view, vector) if view.inner == 1 else _columns(vector, light))
         return
-    for size in _sizes():
-        for warps in (2, 4, 8):
-            if size // (32 * warps) not in PER_THREAD:
-                continue
-            if view.inner == 1:
-                across = min(tune.power_of_two(view.run), size)
-                yield from (Candidate(Tile(size // across, across, warps, vector=v)) for v in vectors)
-            else:
-                for across in (128, 256):
-                    for repeats, vector in ((r, v) for r in (1, 4, 8) for v in (2, 4, 8)):
-                        yield Candidate(Tile(size // across, across, warps, repeats, vector))
+    chosen = tune.dynamic(view, itemsize, processors)
+    for chunks in dict.fromkeys((chosen.chunks, chosen.chunks // 2, 2 * chosen.chunks)):
+        for tile in _ranges(chosen, view, vector):
+            if bool(chunks) == bool(chosen.chunks):
+                yield Candidate(tile, chosen.schedule, chunks)
 
 
-def _sizes() -> tuple[int, ...]:
-    return 512, 1024, 2048, 4096, 8192
+def _whole(across: int, warps: int, vector: int, parts: int, down: int = 1) -> Iterator[Tile]:
+    """The tile of which each thread has a vector in every part, if it is one; `down` lines at least."""
+    lines = max(32 * warps * vector // across, down)
+    if across and lines * across * parts // (32 * warps) in PER_THREAD:
+        yield Tile(lines, across, warps, vector=vector, parts=parts)
 
 
-def _pairs(vectors: Sequence[int]) -> list[tuple[int, int]]:
-    return [(warps, vector) for warps in (1, 2, 4, 8, 16, 32) for vector in vectors]
+def _ranges(chosen: Range, view: View, vector: int) -> Iterator[Tile]:
+    run = tune.power_of_two(view.run)
+    for warps, parts in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
+        if chosen.schedule is Schedule.ROWS:
+            yield from _whole(run // parts, warps, vector, parts)
+        elif chosen.schedule is Schedule.BLOCKS:
+            for across, neighbours in product((32, 64, 128), (vector, vector // 2)):
+                if neighbours and run // parts * across == 32 * warps * neighbours:
+                    yield from _whole(across, warps, neighbours, parts, run // parts)
+        elif chosen.schedule is Schedule.LONG_ROWS:
+            yield from _whole(32 * warps * vector, warps, vector, parts)
+        elif warps >= 4:
+            yield from _whole(chosen.tile.columns, warps, vector, parts)
+
+
+def _dense(view: View, vector: int) -> Iterator[Tile]:
+    width = tune.power_of_two(view.run)
+    for warps, vectors, each in product((1, 2, 4, 8), (1, 2, 4, 8), (0, vector)):
+        size = 32 * warps * vector * vectors
+        if width >= size:
+            yield Tile(1, size, warps, vector=each)
+        else:
+            yield Tile(size // width, width // vectors, warps, vector=each, parts=vectors)
+
+
+def _columns(vector: int, light: bool) -> Iterator[Tile]:
+    for size, across, warps in product((2048, 4096), (128, 256), (2, 4, 8)):
+        if size // (32 * warps) in PER_THREAD:
+            for repeats, neighbours in product((1,) if light else (1, 4, 8), (2, 4, 8)):
+                if neighbours <= vector:
+                    yield Tile(size // across, across, warps, repeats, neighbours)
 
 
 class Trial:

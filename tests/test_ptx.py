@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -41,16 +43,24 @@ BACKWARD = (
 )
 
 
-def ptx_of(step: object, forms: Sequence[str]) -> str:
+def compiled(step: object, forms: Sequence[str]) -> Any:
     from triton.backends.compiler import GPUTarget
 
     from baracuda.backends.triton.launch import Step, compile_kernel
 
     assert isinstance(step, Step)
-    target = GPUTarget("cuda", 90, 32)
-    compiled = compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, target)
-    text: str = compiled.asm["ptx"]
+    return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, GPUTarget("cuda", 90, 32))
+
+
+def ptx_of(step: object, forms: Sequence[str]) -> str:
+    text: str = compiled(step, forms).asm["ptx"]
     return text
+
+
+def assert_stays_with_its_threads(step: Any, forms: Sequence[str]) -> None:
+    """Loads and stores agree on which thread has what: shared memory is for ranges, not for tiles."""
+    elements = math.prod(step.constants[name] for name in ("PARTS", "LINES", "COLS"))
+    assert compiled(step, forms).metadata.shared < elements // 2
 
 
 def instructions(ptx: str) -> Counter[str]:
@@ -91,8 +101,8 @@ def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
     ptx = elementwise_ptx(op, scope, element, ElementKind.S8, Arithmetic.DIVIDE)
     assert_exact(ptx)
     counts = instructions(ptx)
-    # Beside a float vector of 4 to 16 bytes the 8-bit side of strided segments is 2 or 4 bytes wide, one register.
-    narrow = r"|b32|b16" if scope in (PerChannel(1), PerGroup(128, axis=0)) else ""
+    # Beside a float vector of 4 to 16 bytes the 8-bit side of strided or short segments is 2 or 4 bytes wide.
+    narrow = r"|b32|b16" if scope in (PerGroup(128), PerChannel(1), PerGroup(128, axis=0)) else ""
     assert any(re.match(rf"ld\.global\.(v[248]{narrow})", name) for name in counts)
     assert any(re.match(rf"st\.global\.(v[248]{narrow})", name) for name in counts)
     fused = sum(n for name, n in counts.items() if name.startswith("fma"))
@@ -120,6 +130,16 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
     assert counts["div.rn.f32"] == 0
 
 
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4])
+@pytest.mark.parametrize("element", FLOATS)
+def test_packed_groups_stay_with_their_threads(element: ElementKind, kind: ElementKind) -> None:
+    from baracuda.backends.triton.static import elementwise_step
+
+    p = Problem(QuantizeKind.QUANTIZE, SHAPE, element, kind, kind.q_min, kind.q_max, PerGroup(128))
+    forms = [POINTERS[element], "constexpr", POINTERS[element.math], "*i32", POINTERS[kind]]
+    assert_stays_with_its_threads(elementwise_step(p, CPU), forms)
+
+
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U4])
 @pytest.mark.parametrize("mode", list(DynamicRangeMode))
 @pytest.mark.parametrize("element", FLOATS)
@@ -134,12 +154,14 @@ def test_dynamic_kernels_are_exact(
     p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, SHAPE, element, kind, low, kind.q_max, scope, mode, scale_element=stored)
     config = tune.dynamic(p.view, element.dtype.itemsize, 132)
     symmetric = mode is DynamicRangeMode.SYMMETRIC
-    math, zero_point = POINTERS[stored], "constexpr" if symmetric else "*i32"
-    lowest = "constexpr" if symmetric else math
+    scale, zero_point = POINTERS[stored], "constexpr" if symmetric else "*i32"
+    lowest = "constexpr" if symmetric else scale
     if config.chunks:
-        assert_exact(ptx_of(dynamic.partial_step(p, config, CPU), [POINTERS[element], lowest, math]))
-        assert_exact(ptx_of(dynamic.finish_step(p, config, CPU), [lowest, math, math, zero_point]))
+        assert_exact(ptx_of(dynamic.partial_step(p, config, CPU), [POINTERS[element], lowest, scale]))
+        assert_exact(ptx_of(dynamic.finish_step(p, config, CPU), [lowest, scale, scale, zero_point]))
     else:
-        ptx = ptx_of(dynamic.whole_step(p, config, CPU), [POINTERS[element], math, zero_point, POINTERS[kind]])
+        step, forms = dynamic.whole_step(p, config, CPU), [POINTERS[element], scale, zero_point, POINTERS[kind]]
+        assert_stays_with_its_threads(step, forms)
+        ptx = ptx_of(step, forms)
         assert_exact(ptx)
         assert re.search(r"ld\.global\.(L1::\S+\.)?v[248]", ptx)

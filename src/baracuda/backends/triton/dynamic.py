@@ -7,12 +7,23 @@ from typing import Any
 import torch
 
 from ...problem import Problem
-from ...types import DynamicRangeMode, ElementKind, QuantizeKind
+from ...types import DynamicRangeMode, QuantizeKind
 from ..registry import Launch
 from . import ranges, tune
 from .launch import Step, in_turn
 from .sources import Part, Source
-from .static import arithmetic, blocks_of, bound_forward, elementwise_step, mask, packed, pairs_line_up, wide
+from .static import (
+    arithmetic,
+    blocks_of,
+    bound_forward,
+    elementwise_step,
+    mask,
+    one_by_one,
+    packed,
+    pairs_line_up,
+    together,
+    wide,
+)
 from .tune import Schedule, power_of_two
 
 #: (input, scale_out, zero_point_out, output)
@@ -73,21 +84,23 @@ def _two_stages(problem: Problem, config: tune.Range, device: torch.device, sour
 def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
     """The kernel that holds or re-reads whole segments."""
     view, tile = problem.view, config.tile
-    constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem), "COLS": tile.columns}
-    constants |= {"VECTOR": tile.vector or (16 // problem.element.dtype.itemsize if constants["PACKED"] else 0)}
+    constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem)}
+    constants |= {"EACH": together(problem, tile, bool(constants["PACKED"]))}
+    constants |= {"PARTS": tile.parts, "LINES": tile.lines, "COLS": tile.columns}
+    across, sizes = tile.parts * tile.columns, {"lines": view.rows, "width": view.run}
     if config.schedule is Schedule.BLOCKS:
         blocks = blocks_of(view.inner, tile.columns)
-        even = view.run == tile.lines and view.inner % tile.columns == 0
+        kernel, programs = ranges.blocks, view.rows * blocks
+        even = view.run == tile.parts * tile.lines and view.inner % tile.columns == 0
         sizes = {"run": view.run, "inner": view.inner, "column_blocks": blocks}
-        constants |= {"MASK": mask(even), "LINES": tile.lines}
-        return Step(ranges.blocks, view.rows * blocks, sizes, constants, tile.warps, device)
-    sizes = {"lines": view.rows, "width": view.run}
-    if config.schedule is Schedule.ROWS:
-        even = view.run == tile.columns and view.rows % tile.lines == 0
-        constants |= {"MASK": mask(even), "LINES": tile.lines}
-        return Step(ranges.rows, blocks_of(view.rows, tile.lines), sizes, constants, tile.warps, device)
-    constants |= {"MASK": mask(view.run % tile.columns == 0)}
-    return Step(ranges.long_rows, view.rows, sizes, constants, tile.warps, device)
+    elif config.schedule is Schedule.ROWS:
+        kernel, programs = ranges.rows, blocks_of(view.rows, tile.lines)
+        even = view.run == across and view.rows % tile.lines == 0
+    else:
+        kernel, programs = ranges.long_rows, view.rows
+        even = view.run % across == 0
+    constants |= {"MASK": mask(even)}
+    return Step(kernel, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
 
 
 def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
@@ -95,20 +108,22 @@ def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> 
     view, tile = problem.view, config.tile
     constants = {
         "SYMMETRIC": problem.mode is DynamicRangeMode.SYMMETRIC,
-        "F64": problem.element is ElementKind.F64,
         "WIDE": wide(problem),
+        "PARTS": tile.parts,
         "LINES": tile.lines,
         "COLS": tile.columns,
     }
     if config.schedule is Schedule.PARTIAL_COLUMNS:
         blocks = blocks_of(view.inner, tile.columns)
-        span = blocks_of(blocks_of(view.run, config.chunks), tile.lines) * tile.lines
-        constants |= {"MASK": mask(view.inner % tile.columns == 0 and view.run % tile.lines == 0)}
+        lines = tile.parts * tile.lines
+        span = blocks_of(blocks_of(view.run, config.chunks), lines) * lines
+        constants |= {"MASK": mask(view.inner % tile.columns == 0 and view.run % lines == 0)}
         sizes = {"rows": view.rows, "run": view.run, "inner": view.inner, "column_blocks": blocks, "span": span}
         return Step(ranges.partial_columns, config.chunks * view.rows * blocks, sizes, constants, tile.warps, device)
-    blocks = blocks_of(view.run, tile.columns)
+    across = tile.parts * tile.columns
+    blocks = blocks_of(view.run, across)
     items = blocks_of(view.repeat, tile.lines) * blocks
-    constants |= {"MASK": mask(view.run % tile.columns == 0 and view.repeat % tile.lines == 0)}
+    constants |= {"MASK": mask(view.run % across == 0 and view.repeat % tile.lines == 0)}
     sizes = {"repeat": view.repeat, "rows": view.rows, "run": view.run}
     sizes |= {"column_blocks": blocks, "items": items, "chunks": config.chunks}
     return Step(ranges.partial, config.chunks * view.rows, sizes, constants, tile.warps, device)

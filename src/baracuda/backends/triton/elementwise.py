@@ -20,21 +20,19 @@ from .numerics import (
     exact_divide,
     in_range,
     invert,
-    lanes,
     load_scale,
     load_zero_point,
     loop_bound,
     narrow,
-    nibble,
-    pack_pairs,
     prepare,
     quantize_steps,
     step_bits,
+    step_lacks,
     step_rest,
     step_value,
-    unpack_pairs,
     widen,
 )
+from .packing import SIGNED_PAIRS, lanes, nibble, store_quantized, unpack_pairs
 
 QUANTIZE = tl.constexpr(0)
 DEQUANTIZE = tl.constexpr(1)
@@ -42,9 +40,6 @@ FAKE_QUANTIZE = tl.constexpr(2)
 QUANTIZE_BACKWARD = tl.constexpr(3)
 DEQUANTIZE_BACKWARD = tl.constexpr(4)
 FAKE_QUANTIZE_BACKWARD = tl.constexpr(5)
-#: PACKED is 0 for one element a byte; two a byte are unsigned or signed.
-UNSIGNED = tl.constexpr(1)
-SIGNED = tl.constexpr(2)
 #: When a tile needs its mask: the sizes are multiples of it; only at the edges; no tile is full.
 NEVER = tl.constexpr(0)
 EDGES = tl.constexpr(1)
@@ -98,88 +93,92 @@ def divides(op: int, reciprocal: bool) -> bool:
 
 
 @triton.jit
-def store_quantized(
-    out_ptr, bits, rest, start, column, width, valid, MASKED: tl.constexpr, PACKED: tl.constexpr,
-    PER_COLUMN: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Store bits + rest as bytes or as pairs in bytes; each column may have a rest of its own."""
-    if PACKED:
-        pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
-        mask = valid & (pairs < width // 2) if MASKED else None
-        byte = pack_pairs(bits, rest, PACKED == SIGNED, PER_COLUMN, LINES, COLS)
-        tl.store(out_ptr + start // 2 + pairs, byte, mask=mask)
-    else:
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        mask = valid & (columns < width) if MASKED else None
-        tl.store(out_ptr + start + columns, (bits + rest).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def load_tile(
     a_ptr, dy_ptr, start, column, width, valid, MASKED: tl.constexpr, OP: tl.constexpr, PACKED: tl.constexpr,
-    F64: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """(x or q, dy): lines that begin at `start`, columns from `column` on; of an op that reads one, that one twice.
 
-    In the math type or as int32. Packed pairs never straddle lines here, so the packed side has the same lines of half
-    the length.
+    In the math type or as int32; more than one part, COLS columns from the next, as pairs of pairs. Packed pairs never
+    straddle lines here, so the packed side has the same lines of half the length.
     """
-    columns = column + lanes(COLS, VECTOR)[None, :]
-    mask = valid & (columns < width) if MASKED else None
-    if OP == DEQUANTIZE and PACKED:
-        pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
-        pair_mask = valid & (pairs < width // 2) if MASKED else None
-        a = unpack_pairs(tl.load(a_ptr + start // 2 + pairs, mask=pair_mask), PACKED == SIGNED)
-    elif OP == DEQUANTIZE:
-        a = tl.load(a_ptr + start + columns, mask=mask).to(tl.int32)
-    elif OP == DEQUANTIZE_BACKWARD:
-        a = widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+    if PARTS > 1:
+        half: tl.constexpr = PARTS // 2
+        further = column + half * COLS
+        near = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, half, COLS, VECTOR)
+        far = load_tile(a_ptr, dy_ptr, start, further, width, valid, MASKED, OP, PACKED, F64, half, COLS, VECTOR)
+        return near, far
     else:
-        a = widen(tl.load(a_ptr + start + columns, mask=mask), F64)
-    if OP == FAKE_QUANTIZE_BACKWARD or OP == QUANTIZE_BACKWARD:
-        return a, widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
-    else:
-        return a, a
+        columns = column + lanes(COLS, VECTOR)[None, :]
+        mask = valid & (columns < width) if MASKED else None
+        if OP == DEQUANTIZE and PACKED:
+            pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
+            pair_mask = valid & (pairs < width // 2) if MASKED else None
+            a = unpack_pairs(tl.load(a_ptr + start // 2 + pairs, mask=pair_mask), PACKED == SIGNED_PAIRS)
+        elif OP == DEQUANTIZE:
+            a = tl.load(a_ptr + start + columns, mask=mask).to(tl.int32)
+        elif OP == DEQUANTIZE_BACKWARD:
+            a = widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+        else:
+            a = widen(tl.load(a_ptr + start + columns, mask=mask), F64)
+        if OP == FAKE_QUANTIZE_BACKWARD or OP == QUANTIZE_BACKWARD:
+            return a, widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+        else:
+            return a, a
 
 
 @triton.jit
 def finish_tile(
-    a, dy, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, WAY: tl.constexpr,
+    tile, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, WAY: tl.constexpr,
     MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr,
-    LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
+    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute and store what was loaded."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, WAY, Q_MIN, Q_MAX, F64)
-    if OP == QUANTIZE:
-        rest = step_rest(zero_point, F64) if HAS_ZP else 0
-        per_column: tl.constexpr = PER_COLUMN and HAS_ZP and zero_point.type.is_block()
-        store_quantized(out_ptr, y, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR)
+    if PARTS > 1:
+        half: tl.constexpr = PARTS // 2
+        finish_tile(
+            tile[0], out_ptr, scale, zero_point, start, column, width, valid, MASKED, WAY, MAY_BE_NAN, HAS_ZP,
+            PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, half, COLS, VECTOR,
+        )  # fmt: skip
+        finish_tile(
+            tile[1], out_ptr, scale, zero_point, start, column + half * COLS, width, valid, MASKED, WAY, MAY_BE_NAN,
+            HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, half, COLS, VECTOR,
+        )  # fmt: skip
     else:
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        tl.store(out_ptr + start + columns, y, mask=valid & (columns < width) if MASKED else None)
+        a, dy = tile
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, WAY, Q_MIN, Q_MAX, F64)
+        if OP == QUANTIZE:
+            rest = step_rest(zero_point, F64) if HAS_ZP else 0
+            per_column: tl.constexpr = PER_COLUMN and HAS_ZP and zero_point.type.is_block()
+            each: tl.constexpr = EACH if PACKED or HAS_ZP else 1
+            args = (out_ptr, y, rest, start, column, width, valid)
+            store_quantized(*args, MASKED, PACKED, each, step_lacks(F64), per_column, COLS, VECTOR)
+        else:
+            columns = column + lanes(COLS, VECTOR)[None, :]
+            tl.store(out_ptr + start + columns, y, mask=valid & (columns < width) if MASKED else None)
 
 
 @triton.jit
 def dense_tile(
     a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr,
     MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr,
+    COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """A tile with one scale a line. Loaded first: the elements are under way while the scale is looked at."""
-    a, dy = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, COLS, VECTOR)
-    args = (a, dy, out_ptr, scale, zero_point, start, column, width, valid)
+    tile = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, PARTS, COLS, VECTOR)
+    args = (tile, out_ptr, scale, zero_point, start, column, width, valid)
     if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
         finish_tile(
-            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
-            VECTOR,
+            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
     else:
         finish_tile(
-            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
-            VECTOR,
+            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
 
 
@@ -187,14 +186,14 @@ def dense_tile(
 def dense(
     a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, blocks, rows, SEGMENT: tl.constexpr,
     MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, VECTOR: tl.constexpr,
+    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     if BACKWARDS:  # what a pass over the same tensor read last is still in the cache
         program = tl.num_programs(0) - 1 - program
-    first, column = program // blocks * LINES, program % blocks * COLS
+    first, column = program // blocks * LINES, program % blocks * (PARTS * COLS)
     if LINES == 1:
         line = first
     else:
@@ -209,21 +208,29 @@ def dense(
     has_zp: tl.constexpr = zero_point_ptr is not None
     args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid)
     if MASK == NEVER:
-        dense_tile(*args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
+        dense_tile(
+            *args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
+        )
     elif MASK == ALWAYS:
-        dense_tile(*args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
-    elif (first + LINES <= lines) & (column + COLS <= width):
-        dense_tile(*args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
+        dense_tile(
+            *args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
+        )
+    elif (first + LINES <= lines) & (column + PARTS * COLS <= width):
+        dense_tile(
+            *args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
+        )
     else:
-        dense_tile(*args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS, VECTOR)
+        dense_tile(
+            *args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
+        )
 
 
 @triton.jit
 def columns(
     a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, row_blocks, blocks, BACKWARDS: tl.constexpr,
     MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
-    ITERS: tl.constexpr, VECTOR: tl.constexpr,
+    PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
+    COLS: tl.constexpr, ITERS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
@@ -242,21 +249,23 @@ def columns(
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
             start, valid = (row * run + line) * inner, line < run
-            a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, COLS, VECTOR)
-            args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
+            tile = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, 1, COLS, VECTOR)
+            args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
-                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64, LINES, COLS,
+                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, 1, COLS,
                 VECTOR,
             )  # fmt: skip
     else:
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
             start, valid = (row * run + line) * inner, line < run
-            a, dy = load_tile(a_ptr, dy_ptr, start, column, inner, valid, MASK != NEVER, OP, PACKED, F64, COLS, VECTOR)
-            args = (a, dy, out_ptr, scale, zero_point, start, column, inner, valid)
+            tile = load_tile(
+                a_ptr, dy_ptr, start, column, inner, valid, MASK != NEVER, OP, PACKED, F64, 1, COLS, VECTOR
+            )
+            args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
-                *args, MASK != NEVER, PLAIN, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, F64,
-                LINES, COLS, VECTOR,
+                *args, MASK != NEVER, PLAIN, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH,
+                F64, 1, COLS, VECTOR,
             )  # fmt: skip
 
 
@@ -285,7 +294,7 @@ def scattered(
         scale = load_scale(scale_ptr, segment, keep, F64)
         zero_point = load_zero_point(zero_point_ptr, segment, keep)
         if OP == DEQUANTIZE:
-            q = nibble(packed >> (4 * half), PACKED == SIGNED)
+            q = nibble(packed >> (4 * half), PACKED == SIGNED_PAIRS)
             y = formula(q, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
             tl.store(out_ptr + offset, y, mask=keep)
         else:

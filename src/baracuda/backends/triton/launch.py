@@ -167,9 +167,12 @@ class Step:
         warps: int,
         device: torch.device,
         stages: int | None = None,
+        unaligned: Mapping[str, object] | None = None,
     ) -> None:
+        """`unaligned` are the constants that are others where an operand is not aligned for vectors."""
         self.kernel, self.programs, self.warps, self.stages = kernel, programs, warps, stages
         self.sizes, self.constants, self.device = dict(sizes), dict(constants), device
+        self.unaligned = self.constants | dict(unaligned or {})
         self._direct: Launch | None = None
 
     def bound(self, *sources: Source) -> Launch:
@@ -191,9 +194,8 @@ class Step:
     def _prepare(self, arguments: list[Value], aligned: bool) -> _host.Kernel:
         forms = list(map(_form, arguments, self.kernel.arg_names))
         target = triton.runtime.driver.active.get_current_target()
-        compiled = compile_kernel(
-            self.kernel, forms, self.sizes, self.constants, self.warps, target, aligned, self.stages
-        )
+        constants = self.constants if aligned else self.unaligned
+        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, self.warps, target, aligned, self.stages)
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):
             if form.startswith("*"):

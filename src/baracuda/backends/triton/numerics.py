@@ -1,4 +1,4 @@
-"""The only GPU spelling of divide, round, clamp, in-range, pack and convert; the contract's bits depend on each line.
+"""The only GPU spelling of divide, round, clamp, in-range and convert; the contract's bits depend on each line.
 
 Launch with `enable_fp_fusion=False`: nothing here may be contracted but the two `fused` steps of the division.
 """
@@ -18,6 +18,8 @@ INF = tl.constexpr(float("inf"))
 #: Adding 1.5 * 2**(mantissa bits) pushes the fraction out of the significand: a round to nearest even.
 MAGIC_F32 = tl.constexpr(1.5 * 2.0**23)
 MAGIC_F64 = tl.constexpr(1.5 * 2.0**52)
+#: The bits of the first.
+MAGIC_BITS_F32 = tl.constexpr(0x4B400000)
 MAX_ZERO_POINT = tl.constexpr(2**24 - 256)
 #: The ways of `quantize_steps`.
 PLAIN = tl.constexpr(0)
@@ -27,18 +29,6 @@ HELD = tl.constexpr(2)
 NEAR = tl.constexpr(2**22 - 1024)
 #: Larger than any clamp bound.
 BEYOND = tl.constexpr(2.0**25)
-
-
-@triton.jit
-def lanes(COLS: tl.constexpr, VECTOR: tl.constexpr):
-    """0, 1, ..., COLS - 1, of which a thread is given VECTOR neighbours at most (0: as many as one access takes).
-
-    Where each column has a scale of its own, fewer columns a thread mean fewer scales to keep and more use of each.
-    """
-    if VECTOR == 0:
-        return tl.arange(0, COLS)
-    else:
-        return tl.max_contiguous(tl.arange(0, COLS), VECTOR)
 
 
 @triton.jit
@@ -366,8 +356,8 @@ def quantize_steps(
     PLAIN, with an `ordinary` scale and bounds that are not far, clamps x before it is divided: nothing can overflow
     any more, and the bounds come back exact. FAR takes any scale and bound: a quotient beyond every bound need only
     stay there, so +inf is held finite, as its remainder would be NaN; what does become NaN is -inf or NaN already, the
-    lower bound to any clamp. HELD is for an x that its scale's range contains, whose quotient is bounded or NaN.
-    One correction is enough in f32, checked over every x.
+    lower bound to any clamp. HELD is for an x that its scale's range contains, whose quotient is bounded or NaN; a
+    bound that it cannot pass, or that is kept elsewhere, is None. In f32 one correction is enough: checked over all x.
     """
     if not RECIPROCAL and WAY != PLAIN:
         x = x * factor
@@ -385,13 +375,23 @@ def quantize_steps(
             if WAY == FAR:
                 y = at_most(y, BEYOND)
             y = corrected(y, x, divisor, reciprocal)
-        return at_most(at_least(y, low), high) + shift
+        if low is not None:
+            y = at_least(y, low)
+        if high is not None:
+            y = at_most(y, high)
+        return y + shift
 
 
 @triton.jit
 def step_bits(step, F64: tl.constexpr):
     """An integer whose low 16 bits, with `step_rest` added, are q's."""
     return step if F64 else step.to(tl.int32, bitcast=True)
+
+
+@triton.constexpr_function
+def step_lacks(f64: bool) -> int:
+    """What must be added to the bits of a step, besides the rest, for q in all 32 of them."""
+    return 0 if f64 else -MAGIC_BITS_F32.value
 
 
 @triton.jit
@@ -414,36 +414,3 @@ def in_range(
     one: tl.constexpr = 1 if F64 else 1.0
     step = quantize_steps(x, divisor, reciprocal, factor, low - one, high + one, shift, RECIPROCAL, WAY, F64)
     return (step >= low + shift) & (step <= high + shift)
-
-
-@triton.jit
-def pairs_of(x, LINES: tl.constexpr, COLS: tl.constexpr):
-    """[LINES, COLS] to the sums of neighbours, the odd ones 16 times."""
-    even, odd = tl.split(tl.reshape(x, (LINES, COLS // 2, 2)))
-    return even + (odd << 4)
-
-
-@triton.jit
-def pack_pairs(bits, rest, SIGNED: tl.constexpr, PER_COLUMN: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr):
-    """[LINES, COLS] integers bits + rest to [LINES, COLS / 2] bytes, the even index in the low nibble.
-
-    With 8 added a signed nibble is in 0..15 too, and no carry runs between the two: one sum for both.
-    """
-    rest += 8 if SIGNED else 0
-    rest = pairs_of(rest, 1, COLS) if PER_COLUMN else rest * 17
-    byte = pairs_of(bits, LINES, COLS) + rest
-    return (byte ^ 0x88 if SIGNED else byte).to(tl.uint8)
-
-
-@triton.jit
-def nibble(byte, SIGNED: tl.constexpr):
-    """The low four bits as an integer."""
-    n = byte & 15
-    return (n ^ 8) - 8 if SIGNED else n
-
-
-@triton.jit
-def unpack_pairs(byte, SIGNED: tl.constexpr):
-    """[..., n] bytes to [..., 2 n] integers."""
-    byte = byte.to(tl.int32)
-    return tl.interleave(nibble(byte, SIGNED), nibble(byte >> 4, SIGNED))

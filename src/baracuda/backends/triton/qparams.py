@@ -1,4 +1,4 @@
-"""From the range of a segment to its scale and zero point, and what ranges are compared by."""
+"""From the range of a segment to its scale and zero point."""
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
 # ruff: noqa: RET505, PLR1714
@@ -19,27 +19,6 @@ from .numerics import (
     prepare_positive,
     widen,
 )
-
-
-@triton.jit
-def ordered(x, SYMMETRIC: tl.constexpr):
-    """What ranges compare: of f64 integers in the same order, NaN outside of all numbers, as a maximum of f64 takes
-    many instructions. A symmetric range is one of magnitudes."""
-    if x.dtype == tl.float64:
-        bits = x.to(tl.int64, bitcast=True)
-        magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF
-        return bits & magnitude if SYMMETRIC else bits ^ ((bits >> 63) & magnitude)
-    else:
-        return tl.abs(x) if SYMMETRIC else x
-
-
-@triton.jit
-def unordered(x, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
-    """The number behind what was compared."""
-    if F64:
-        return (x if SYMMETRIC else x ^ ((x >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-    else:
-        return x
 
 
 @triton.jit

@@ -6,130 +6,146 @@ elementwise kernels.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
-# ruff: noqa: PLR5501
+# ruff: noqa: SIM114
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from .elementwise import NEVER, store_quantized
+from .elementwise import NEVER
+from .extremes import (
+    columns_of,
+    comparable,
+    extremes,
+    further,
+    higher,
+    load_parts,
+    lower,
+    nothing_yet,
+    span_of,
+    wider,
+)
 from .numerics import (
     HELD,
     INF,
+    MAGIC_BITS_F32,
     bounds,
-    lanes,
-    larger,
-    largest,
     loop_bound,
     narrow,
     prepare_positive,
     quantize_steps,
-    smaller,
-    smallest,
     step_bits,
+    step_lacks,
     step_rest,
     step_value,
     widen,
 )
-from .qparams import choose_qparams, ordered, unordered
+from .packing import store_quantized
+from .qparams import choose_qparams
+
+
+@triton.constexpr_function
+def bounds_to_keep(scale: tl.dtype, floats: bool, symmetric: bool, f64: bool) -> str:
+    """What a quotient by a scale that came of its own range can pass, and where that is seen to.
+
+    Such a quotient is bounded or NaN, and a symmetric one at most Q_MAX; but an f16 scale may be subnormal, far below
+    what it was rounded from. Where zero points are added to integers anyway, one instruction clamps them too.
+    """
+    if f64 or (floats and not symmetric) or (symmetric and scale == tl.float16):
+        return "both"
+    return "low" if symmetric else "of the integer"
 
 
 @triton.jit
-def lowest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """What a minimum is taken of; symmetric ranges have none."""
-    return ordered(tl.where(mask, x, INF).to(x.dtype) if MASKED else x, SYMMETRIC)
-
-
-@triton.jit
-def highest_of(x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """What a maximum is taken of. Masked elements are loaded as zeros, which change no maximum of magnitudes."""
-    return ordered(tl.where(mask, x, -INF).to(x.dtype) if MASKED and not SYMMETRIC else x, SYMMETRIC)
-
-
-@triton.jit
-def nothing_yet(SYMMETRIC: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr):
-    """(lows, highs) before anything was seen."""
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    highs = tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, math)
-    return ordered(tl.full([LINES, COLS], INF, math), SYMMETRIC), ordered(highs, SYMMETRIC)
-
-
-@triton.jit
-def wider(lows, highs, x, mask, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """(lows, highs) with x seen too."""
-    highs = larger(highs, highest_of(x, mask, MASKED, SYMMETRIC))
-    if not SYMMETRIC:
-        lows = smaller(lows, lowest_of(x, mask, MASKED, SYMMETRIC))
-    return lows, highs
-
-
-@triton.jit
-def span_of(lows, highs, axis: tl.constexpr, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
-    """(low, high) along an axis; symmetric: twice the largest magnitude."""
-    high = unordered(largest(highs, axis), SYMMETRIC, F64)
-    low = high if SYMMETRIC else unordered(smallest(lows, axis), SYMMETRIC, F64)
-    return low, high
-
-
-@triton.jit
-def range_of(x, mask, MASKED: tl.constexpr, axis: tl.constexpr, SYMMETRIC: tl.constexpr, F64: tl.constexpr):
-    """(low, high) of a tile along an axis."""
-    lows = lowest_of(x, mask, MASKED, SYMMETRIC)
-    return span_of(lows, highest_of(x, mask, MASKED, SYMMETRIC), axis, SYMMETRIC, F64)
-
-
-@triton.jit
-def quantize_tile(
-    out_ptr, x, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, SYMMETRIC: tl.constexpr,
-    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr,
-    PER_COLUMN: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+def prepare_held(
+    scale, zero_point, SYMMETRIC: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
+    BOUNDS: tl.constexpr, F64: tl.constexpr,
 ):  # fmt: skip
-    """Quantize x, [LINES, COLS] in the math type, and store it; as floats again where the output holds floats."""
+    """What `quantize_parts` must know of its scales and zero points.
+
+    As an integer NaN is above every bound. Its scale knows of it, and nothing of such a segment is above Q_MIN.
+    """
     divisor, reciprocal, factor = prepare_positive(scale, RECIPROCAL, F64)
     low, high, shift = bounds(0 if SYMMETRIC else zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
-    m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, HELD, F64)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    if dtype.is_floating():
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        mask = valid & (columns < width) if MASKED else None
-        tl.store(out_ptr + start + columns, narrow(step_value(m, shift, F64) * scale, dtype, True), mask=mask)
+    rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
+    if BOUNDS == "of the integer":
+        low, high, rest = 0, tl.where(scale < INF, Q_MAX - Q_MIN, 0), rest - (Q_MIN + MAGIC_BITS_F32)
+    return divisor, reciprocal, factor, low, high, shift, rest
+
+
+@triton.jit
+def quantize_parts(
+    out_ptr, parts, place, scale, prepared, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
+    PER_COLUMN: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """Quantize what `load_parts` loaded and store it; as floats again where the output holds floats."""
+    if PARTS == 1:
+        divisor, reciprocal, factor, low, high, shift, rest = prepared
+        by = (widen(parts, F64), divisor, reciprocal, factor)
+        if BOUNDS == "both":
+            m = quantize_steps(*by, low, high, shift, RECIPROCAL, HELD, F64)
+        elif BOUNDS == "low":
+            m = quantize_steps(*by, low, None, shift, RECIPROCAL, HELD, F64)
+        else:
+            m = quantize_steps(*by, None, None, shift, RECIPROCAL, HELD, F64)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        start, column, line, lines, width, _ = place
+        if dtype.is_floating():
+            offsets, mask = columns_of(place, COLS)
+            y = narrow(step_value(m, shift, F64) * scale, dtype, True)
+            tl.store(out_ptr + offsets, y, mask=mask if MASKED else None)
+        elif BOUNDS == "of the integer":
+            steps = tl.maximum(tl.minimum(step_bits(m, F64) + rest, high), low)
+            args = (out_ptr, steps, 0, start, column, width, line < lines)
+            store_quantized(*args, MASKED, PACKED, EACH, Q_MIN, False, COLS, 0)
+        else:
+            args = (out_ptr, step_bits(m, F64), rest, start, column, width, line < lines)
+            store_quantized(*args, MASKED, PACKED, EACH, step_lacks(F64), PER_COLUMN, COLS, 0)
     else:
-        rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
-        bits = step_bits(m, F64)
-        per_column: tl.constexpr = PER_COLUMN and not SYMMETRIC
-        store_quantized(
-            out_ptr, bits, rest, start, column, width, valid, MASKED, PACKED, per_column, LINES, COLS, VECTOR
-        )
+        half: tl.constexpr = PARTS // 2
+        quantize_parts(
+            out_ptr, parts[0], place, scale, prepared, ALONG, DOWN, MASKED, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH,
+            PER_COLUMN, F64, half, COLS,
+        )  # fmt: skip
+        quantize_parts(
+            out_ptr, parts[1], further(place, half, ALONG, DOWN), scale, prepared, ALONG, DOWN, MASKED, RECIPROCAL,
+            Q_MIN, BOUNDS, PACKED, EACH, PER_COLUMN, F64, half, COLS,
+        )  # fmt: skip
 
 
 @triton.jit
 def rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, VECTOR: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Contiguous segments of up to COLS elements, LINES of them a program."""
-    line = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    start = (line.to(tl.int64) if WIDE else line)[:, None] * width
-    valid = (line < lines)[:, None]
-    columns = tl.arange(0, COLS)[None, :]
+    """Contiguous segments of up to PARTS times COLS elements, LINES of them a program."""
+    index = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    line = index[:, None]
+    start = (line.to(tl.int64) if WIDE else line) * width
     masked: tl.constexpr = MASK != NEVER
-    mask = valid & (columns < width) if masked else None
-    x = widen(tl.load(x_ptr + start + columns, mask=mask, other=0.0 if masked else None), F64)
-    low, high = range_of(x, mask, masked, 1, SYMMETRIC, F64)
+    place = (start, 0, line, lines, width, 0)
+    parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
+    lows, highs = extremes(parts, place, SYMMETRIC, COLS, 0, masked, PARTS, COLS)
+    low, high = span_of(lows, highs, 1, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
-    keep = line < lines if masked else None
-    tl.store(scale_ptr + line, stored, mask=keep)
+    keep = index < lines if masked else None
+    tl.store(scale_ptr + index, stored, mask=keep)
     if zero_point_ptr is not None:
-        tl.store(zero_point_ptr + line, zero_point, mask=keep)
+        tl.store(zero_point_ptr + index, zero_point, mask=keep)
     if out_ptr is not None:
-        quantize_tile(
-            out_ptr, x, scale[:, None], zero_point[:, None], start, 0, width, valid, masked, SYMMETRIC, RECIPROCAL,
-            Q_MIN, Q_MAX, PACKED, False, F64, LINES, COLS, VECTOR,
+        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
+        scale, zero_point = scale[:, None], zero_point[:, None]
+        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
+        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
+        quantize_parts(
+            out_ptr, parts, place, scale, prepared, COLS, 0, masked, RECIPROCAL, Q_MIN, keeps, PACKED, each, False,
+            F64, PARTS, COLS,
         )  # fmt: skip
 
 
@@ -137,112 +153,130 @@ def rows(
 def blocks(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, column_blocks, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, VECTOR: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Strided segments of up to LINES elements, COLS neighbours a program: [rows, run, inner] as it lies."""
+    """Strided segments of up to PARTS times LINES elements, COLS of them a program: [rows, run, inner] as it lies."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
     row, column = program // column_blocks, program % column_blocks * COLS
     line = tl.arange(0, LINES)[:, None]
-    start, valid = (row * run + line) * inner, line < run
-    index = column + lanes(COLS, VECTOR)
     masked: tl.constexpr = MASK != NEVER
-    mask = valid & (index < inner)[None, :] if masked else None
-    x = widen(tl.load(x_ptr + start + index[None, :], mask=mask, other=0.0 if masked else None), F64)
-    low, high = range_of(x, mask, masked, 0, SYMMETRIC, F64)
+    place = ((row * run + line) * inner, column, line, run, inner, LINES * inner)
+    parts = load_parts(x_ptr, place, 0, LINES, masked, PARTS, COLS)
+    lows, highs = extremes(parts, place, SYMMETRIC, 0, LINES, masked, PARTS, COLS)
+    low, high = span_of(lows, highs, 0, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
+    index = column + tl.arange(0, COLS)
     keep = index < inner if masked else None
     tl.store(scale_ptr + row * inner + index, stored, mask=keep)
     if zero_point_ptr is not None:
         tl.store(zero_point_ptr + row * inner + index, zero_point, mask=keep)
     if out_ptr is not None:
-        quantize_tile(
-            out_ptr, x, scale[None, :], zero_point[None, :], start, column, inner, valid, masked, SYMMETRIC,
-            RECIPROCAL, Q_MIN, Q_MAX, PACKED, True, F64, LINES, COLS, VECTOR,
+        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
+        scale, zero_point = scale[None, :], zero_point[None, :]
+        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
+        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
+        quantize_parts(
+            out_ptr, parts, place, scale, prepared, 0, LINES, masked, RECIPROCAL, Q_MIN, keeps, PACKED, each,
+            not SYMMETRIC, F64, PARTS, COLS,
         )  # fmt: skip
 
 
 @triton.jit
-def load_span(x_ptr, start, column, width, F64: tl.constexpr, COLS: tl.constexpr, MASK: tl.constexpr):
-    """[1, COLS] elements of a line in the math type, zeros where the line has ended."""
-    columns = column + tl.arange(0, COLS)[None, :]
+def wider_at(
+    x_ptr, lows, highs, place, inside, SYMMETRIC: tl.constexpr, MASK: tl.constexpr, PARTS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """(lows, highs) with the tiles along a place seen too, without a mask where they are inside."""
     if MASK == NEVER:
-        x = tl.load(x_ptr + start + columns)
+        parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
+        lows, highs = wider(lows, highs, parts, place, SYMMETRIC, COLS, 0, False, PARTS, COLS)
+    elif inside:
+        parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
+        lows, highs = wider(lows, highs, parts, place, SYMMETRIC, COLS, 0, False, PARTS, COLS)
     else:
-        if column + COLS <= width:  # without a mask, so that a line of odd length is read as fast as any
-            x = tl.load(x_ptr + start + columns)
-        else:
-            x = tl.load(x_ptr + start + columns, mask=columns < width, other=0.0)
-    return widen(x, F64)
+        parts = load_parts(x_ptr, place, COLS, 0, True, PARTS, COLS)
+        lows, highs = wider(lows, highs, parts, place, SYMMETRIC, COLS, 0, True, PARTS, COLS)
+    return lows, highs
 
 
 @triton.jit
 def long_rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr,
-    VECTOR: tl.constexpr,
+    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """Contiguous segments of any length, one a program, in two passes."""
-    line = tl.program_id(0)
+    """Contiguous segments of any length, one a program, in two passes. LINES is 1."""
+    index = tl.program_id(0) + tl.arange(0, LINES)
+    line = index[:, None]
     start = (line.to(tl.int64) if WIDE else line) * width
-    lows, highs = nothing_yet(SYMMETRIC, F64, 1, COLS)
-    for column in range(0, loop_bound(width), COLS):
-        x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
-        mask = column + tl.arange(0, COLS)[None, :] < width
-        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
-    low, high = span_of(lows, highs, 1, SYMMETRIC, F64)
+    across: tl.constexpr = PARTS * COLS
+    lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
+    for column in range(0, loop_bound(width), across):
+        place = (start, column, line, lines, width, 0)
+        lows, highs = wider_at(x_ptr, lows, highs, place, column + across <= width, SYMMETRIC, MASK, PARTS, COLS)
+    low, high = span_of(lows, highs, 1, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
-    one = tl.arange(0, 1)
-    tl.store(scale_ptr + line + one, stored)
+    tl.store(scale_ptr + index, stored)
     if zero_point_ptr is not None:
-        tl.store(zero_point_ptr + line + one, zero_point)
+        tl.store(zero_point_ptr + index, zero_point)
     if out_ptr is not None:
-        last = (width - 1) // COLS * COLS
-        for i in range(0, loop_bound(width), COLS):
+        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
+        scale, zero_point = scale[:, None], zero_point[:, None]
+        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
+        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
+        last = (width - 1) // across * across
+        for i in range(0, loop_bound(width), across):
             column = last - i  # backwards: what was read last is nearest
-            x = load_span(x_ptr, start, column, width, F64, COLS, MASK)
-            quantize_tile(
-                out_ptr, x, scale[:, None], zero_point[:, None], start, column, width, True, MASK != NEVER, SYMMETRIC,
-                RECIPROCAL, Q_MIN, Q_MAX, PACKED, False, F64, 1, COLS, VECTOR,
-            )  # fmt: skip
+            place = (start, column, line, lines, width, 0)
+            if MASK == NEVER:
+                parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
+                quantize_parts(
+                    out_ptr, parts, place, scale, prepared, COLS, 0, False, RECIPROCAL, Q_MIN, keeps, PACKED, each,
+                    False, F64, PARTS, COLS,
+                )  # fmt: skip
+            elif column + across <= width:  # without a mask, so that a line of odd length is read as fast as any
+                parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
+                quantize_parts(
+                    out_ptr, parts, place, scale, prepared, COLS, 0, False, RECIPROCAL, Q_MIN, keeps, PACKED, each,
+                    False, F64, PARTS, COLS,
+                )  # fmt: skip
+            else:
+                parts = load_parts(x_ptr, place, COLS, 0, True, PARTS, COLS)
+                quantize_parts(
+                    out_ptr, parts, place, scale, prepared, COLS, 0, True, RECIPROCAL, Q_MIN, keeps, PACKED, each,
+                    False, F64, PARTS, COLS,
+                )  # fmt: skip
 
 
 @triton.jit
 def partial(
     x_ptr, low_ptr, high_ptr, repeat, rows, run, column_blocks, items, chunks, MASK: tl.constexpr,
-    SYMMETRIC: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
     program = tl.program_id(0)
     row, chunk = program % rows, program // rows
-    lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
+    lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
+    across: tl.constexpr = PARTS * COLS
     for item in range(loop_bound(chunk), loop_bound(items), loop_bound(chunks)):
-        top, left = item // column_blocks, item % column_blocks
+        top, left = item // column_blocks * LINES, item % column_blocks * across
         if WIDE:
             top, left = top.to(tl.int64), left.to(tl.int64)
-        line = top * LINES + tl.arange(0, LINES)[:, None]
-        columns = left * COLS + tl.arange(0, COLS)[None, :]
-        mask = (line < repeat) & (columns < run)
-        pointers = x_ptr + (line * rows + row) * run + columns
-        if MASK == NEVER:
-            x = tl.load(pointers)
-        else:
-            if (top * LINES + LINES <= repeat) & (left * COLS + COLS <= run):
-                x = tl.load(pointers)
-            else:
-                x = tl.load(pointers, mask=mask, other=0.0)
-        x = widen(x, F64)
-        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
+        line = top + tl.arange(0, LINES)[:, None]
+        place = ((line * rows + row) * run, left, line, repeat, run, 0)
+        inside = (top + LINES <= repeat) & (left + across <= run)
+        lows, highs = wider_at(x_ptr, lows, highs, place, inside, SYMMETRIC, MASK, PARTS, COLS)
     where = chunk * rows + row + tl.arange(0, 1)
     lows, highs = tl.reshape(lows, (1, LINES * COLS)), tl.reshape(highs, (1, LINES * COLS))
-    low, high = span_of(lows, highs, 1, SYMMETRIC, F64)
+    low, high = span_of(lows, highs, 1, SYMMETRIC)
     tl.store(high_ptr + where, high)
     if not SYMMETRIC:
         tl.store(low_ptr + where, low)
@@ -251,30 +285,25 @@ def partial(
 @triton.jit
 def partial_columns(
     x_ptr, low_ptr, high_ptr, rows, run, inner, column_blocks, span, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
-    F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """The ranges of COLS neighbouring strided segments over `span` lines of their run."""
     program = tl.program_id(0)
     column, above = program % column_blocks * COLS, program // column_blocks
     row, chunk = above % rows, above // rows
-    index = column + tl.arange(0, COLS)
-    lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
+    lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
     end = tl.minimum(chunk * span + span, run)
-    for first in range(loop_bound(chunk * span), loop_bound(end), LINES):
+    for first in range(loop_bound(chunk * span), loop_bound(end), PARTS * LINES):
         line = first + tl.arange(0, LINES)[:, None]
-        mask = (line < run) & (index < inner)[None, :]
         if WIDE:
             line = line.to(tl.int64)
-        pointers = x_ptr + (row * run + line) * inner + index[None, :]
-        if MASK == NEVER:
-            x = tl.load(pointers)
-        else:
-            x = tl.load(pointers, mask=mask, other=0.0)
-        x = widen(x, F64)
-        lows, highs = wider(lows, highs, x, mask, MASK != NEVER, SYMMETRIC)
+        place = ((row * run + line) * inner, column, line, run, inner, LINES * inner)
+        parts = load_parts(x_ptr, place, 0, LINES, MASK != NEVER, PARTS, COLS)
+        lows, highs = wider(lows, highs, parts, place, SYMMETRIC, 0, LINES, MASK != NEVER, PARTS, COLS)
+    index = column + tl.arange(0, COLS)
     where = (chunk * rows + row).to(tl.int64) * inner + index
     keep = index < inner
-    low, high = span_of(lows, highs, 0, SYMMETRIC, F64)
+    low, high = span_of(lows, highs, 0, SYMMETRIC)
     tl.store(high_ptr + where, high, mask=keep)
     if not SYMMETRIC:
         tl.store(low_ptr + where, low, mask=keep)
@@ -294,16 +323,16 @@ def finish(
         high = tl.full([COLS], 0.0, math)
         low = high
     else:
-        lows, highs = nothing_yet(SYMMETRIC, F64, LINES, COLS)
+        lows, highs = nothing_yet(math, SYMMETRIC, LINES, COLS)
         for first in range(0, loop_bound(chunks), LINES):
             line = first + tl.arange(0, LINES)[:, None]
             mask = (line < chunks) & keep[None, :]
             offsets = line.to(tl.int64) * segments + index[None, :]
             part = tl.load(high_ptr + offsets, mask=mask, other=0.0 if SYMMETRIC else -INF)
-            highs = larger(highs, ordered(part, SYMMETRIC))
+            highs = higher(highs, comparable(part, SYMMETRIC))
             if not SYMMETRIC:
-                lows = smaller(lows, ordered(tl.load(low_ptr + offsets, mask=mask, other=INF), SYMMETRIC))
-        low, high = span_of(lows, highs, 0, SYMMETRIC, F64)
+                lows = lower(lows, comparable(tl.load(low_ptr + offsets, mask=mask, other=INF), SYMMETRIC))
+        low, high = span_of(lows, highs, 0, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, _, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64

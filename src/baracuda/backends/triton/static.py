@@ -10,7 +10,7 @@ from ...problem import Problem
 from ...types import Arithmetic, ElementKind, QuantizeKind
 from ..registry import Launch
 from . import elementwise as kernels
-from . import tune
+from . import packing, tune
 from .launch import Step
 from .sources import Source
 
@@ -27,7 +27,7 @@ _BACKWARD = (
     QuantizeKind.DEQUANTIZE_BACKWARD,
     QuantizeKind.FAKE_QUANTIZE_BACKWARD,
 )
-_PACKED = {ElementKind.U4: kernels.UNSIGNED.value, ElementKind.S4: kernels.SIGNED.value}
+_PACKED = {ElementKind.U4: packing.UNSIGNED_PAIRS.value, ElementKind.S4: packing.SIGNED_PAIRS.value}
 
 
 def elementwise(problem: Problem, device: torch.device) -> Launch:
@@ -67,21 +67,26 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
         sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
-        constants |= {"VECTOR": tile.vector}
-        return Step(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile.warps, device)
+        constants |= {"VECTOR": tile.vector, "EACH": together(problem, tile, bool(constants["PACKED"]))}
+        programs = view.rows * row_blocks * blocks
+        return Step(kernels.columns, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
     lines = view.repeat * view.rows
     tile = tune.dense(view.run, size, light=light, packed=is_packed)
-    blocks = blocks_of(view.run, tile.columns)
-    even = lines % tile.lines == 0 and view.run % tile.columns == 0
+    across = tile.parts * tile.columns
+    blocks = blocks_of(view.run, across)
+    even = lines % tile.lines == 0 and view.run % across == 0
     sizes = {"lines": lines, "width": view.run, "blocks": blocks, "rows": view.rows}
     constants |= {
         "SEGMENT": 0 if view.rows == 1 else 1 if view.repeat == 1 else 2,
-        "MASK": mask(even, tile.lines == 1 or view.run % tile.columns == 0),
+        "MASK": mask(even, tile.lines == 1 or view.run % across == 0),
+        "PARTS": tile.parts,
         "LINES": tile.lines,
         "COLS": tile.columns,
-        "VECTOR": tile.vector,
+        "VECTOR": tile.vector if tile.lines == 1 else 0,  # with a vector a thread there is nothing to limit
+        "EACH": together(problem, tile, bool(constants["PACKED"])),
     }
-    return Step(kernels.dense, blocks_of(lines, tile.lines) * blocks, sizes, constants, tile.warps, device)
+    programs = blocks_of(lines, tile.lines) * blocks
+    return Step(kernels.dense, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
 
 
 def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]) -> Step:
@@ -96,6 +101,18 @@ def pairs_line_up(problem: Problem) -> bool:
     """Whether no packed pair straddles the rows of the tensor or the lines of its view."""
     width = problem.view.inner if problem.view.inner > 1 else problem.view.run
     return bool(problem.shape) and problem.shape[-1] % 2 == 0 and width % 2 == 0
+
+
+def together(problem: Problem, tile: tune.Tile, pairs: bool) -> int:
+    """How many neighbours leave a thread in one word: those of a vector, up to 32 bits, if no line ends inside."""
+    width = problem.view.inner if problem.view.inner > 1 else problem.view.run
+    most = min(tile.vector or 1, tile.columns, 8 if pairs else 4)
+    return max(min(most, width & -width), 2 if pairs else 1)
+
+
+def one_by_one(constants: dict[str, Any]) -> dict[str, Any]:
+    """What changes where the output is not aligned for words."""
+    return {"EACH": 2 if constants["PACKED"] else 1}
 
 
 def packed(problem: Problem) -> int:

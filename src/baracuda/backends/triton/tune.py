@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from ...scope import View
@@ -13,8 +13,9 @@ IN_REGISTERS = 2**17
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """[lines, columns] elements a program handles at a time, `repeats` times down the run, with `warps` warps.
+    """[parts, lines, columns] elements a program handles at a time, `repeats` times down the run, with `warps` warps.
 
+    A thread has the same place in all parts: they split a segment, which it then looks at more often than at others.
     `vector` limits the neighbouring columns a thread holds (0: no limit).
     """
 
@@ -23,6 +24,7 @@ class Tile:
     warps: int
     repeats: int = 1
     vector: int = 0
+    parts: int = 1
 
 
 class Schedule(Enum):
@@ -53,8 +55,12 @@ def dense(width: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
     while another waits.
     """
     size, warps = (2048 if element_bytes == 2 else 1024, 4) if light else (4096 // max(element_bytes, 2), 2)
-    columns = min(power_of_two(width), size)
-    return Tile(max(size // columns, 1), columns, warps, vector=16 // element_bytes if packed else 0)
+    columns, vector = min(power_of_two(width), size), 16 // element_bytes
+    if columns == size:
+        return Tile(1, columns, warps, vector=vector if packed else 0)
+    # A thread works out a short line's scale once for all its parts.
+    parts = min(size // (32 * warps * vector), max(columns // vector, 1))
+    return Tile(size // columns, columns // parts, warps, vector=vector, parts=parts)
 
 
 def columns(run: int, inner: int, element_bytes: int, *, light: bool, heavy: bool, packed: bool) -> Tile:
@@ -77,38 +83,51 @@ def columns(run: int, inner: int, element_bytes: int, *, light: bool, heavy: boo
 
 
 def dynamic(view: View, element_bytes: int, processors: int) -> Range:
-    """The schedule of a dynamic range."""
-    math_bytes = max(element_bytes, 4)
+    """The schedule of a dynamic range.
+
+    Every thread that shares a segment works out its scale, so a thread looks at 16 elements of it, or more.
+    """
+    vector, math_bytes = 16 // element_bytes, max(element_bytes, 4)
     if view.segment_length == 0:
         return Range(Schedule.EMPTY, Tile(1, 128, 4))
     if view.inner > 1:
-        return _strided(view, math_bytes, processors)
+        return _strided(view, element_bytes, processors)
     width = power_of_two(view.run)
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
-        lines = max(4096 // element_bytes // width, 1)
-        return Range(Schedule.ROWS, Tile(lines, width, _warps(lines * width, 64 if lines == 1 else 32)))
+        parts = min(max(4, 16 // vector), max(width // vector, 1))
+        return Range(Schedule.ROWS, _tile(width // parts, min(max(width // 1024, 2), 32), vector, parts))
     if view.repeat == 1 and view.rows >= processors:
-        return Range(Schedule.LONG_ROWS, Tile(1, 8192 * 4 // math_bytes, 16))
-    tile_columns = min(width, 4096 * 4 // math_bytes)
-    lines = min(max(4096 * 4 // math_bytes // tile_columns, 1), power_of_two(view.repeat))
-    items = -(-view.repeat // lines) * -(-view.run // tile_columns)
+        return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
+    tile = _tile(min(width, 256 * vector), 8, vector, max(min(4, width // (256 * vector)), 1))
+    tile = replace(tile, lines=min(tile.lines, power_of_two(view.repeat)))
+    items = -(-view.repeat // tile.lines) * -(-view.run // (tile.parts * tile.columns))
     chunks = min(items, max(-(-8 * processors // view.rows), 1))
-    return Range(Schedule.PARTIAL, Tile(lines, tile_columns, 8), chunks)
+    return Range(Schedule.PARTIAL, tile, chunks)
 
 
-def _strided(view: View, math_bytes: int, processors: int) -> Range:
-    lines = power_of_two(view.run)
+def _strided(view: View, element_bytes: int, processors: int) -> Range:
+    """A thread has few columns and, of elements that take little room, many lines: scales are worked out less often."""
+    lines, vector, math_bytes = power_of_two(view.run), 16 // element_bytes, max(element_bytes, 4)
     across = min(power_of_two(view.inner), 256 // math_bytes)
     if lines * across * math_bytes <= 2**15:
         across = min(power_of_two(view.inner), max(2**15 // math_bytes // lines, across))
     if lines * across * math_bytes <= IN_REGISTERS // 2:
-        warps = _warps(lines * across, 64 * 4 // math_bytes)
-        return Range(Schedule.BLOCKS, Tile(lines, across, warps, vector=4))
-    across = min(power_of_two(view.inner), 128)
-    lines = min(lines, max(2**14 // math_bytes // across, 1))
+        each, neighbours = 256 // element_bytes, min(vector, 4)
+        parts = min(each // neighbours, lines)
+        return Range(
+            Schedule.BLOCKS,
+            Tile(lines // parts, across, _warps(lines * across, each), vector=neighbours, parts=parts),
+        )
+    across = min(power_of_two(view.inner), 16 * vector)
+    tile = _tile(across, 4, vector, 8)
     programs = view.rows * -(-view.inner // across)
-    chunks = min(-(-view.run // lines), max(-(-4 * processors // programs), 1))
-    return Range(Schedule.PARTIAL_COLUMNS, Tile(lines, across, 8), chunks)
+    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(-(-8 * processors // programs), 1))
+    return Range(Schedule.PARTIAL_COLUMNS, tile, chunks)
+
+
+def _tile(columns: int, warps: int, vector: int, parts: int) -> Tile:
+    """A tile of which every thread has one vector in each part."""
+    return Tile(max(32 * warps * vector // columns, 1), columns, warps, vector=vector, parts=parts)
 
 
 def _warps(elements: int, each: int) -> int:
