@@ -17,6 +17,7 @@ from .backends.registry import Value
 from .errors import Unsupported
 from .execute import audience, cached_plan
 from .ops import _LIBRARY, OPERATORS, Key, rounded
+from .plan import SelectedPlan
 from .scope import PerChannel, PerTensor, Scope, Shape
 from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
@@ -28,12 +29,18 @@ _LINEAR_IN_GRAD_OUTPUT = (
 
 
 def compute(
-    op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key, size: int | None = None, factor: float = 1.0
+    op: QuantizeKind,
+    inputs: tuple[Value, ...],
+    shape: Shape,
+    key: Key,
+    size: int | None = None,
+    factor: float = 1.0,
+    plan: SelectedPlan | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of an op, recorded by whoever watches."""
+    """The outputs of an op, recorded by whoever watches. A caller that holds the plan spares the search for it."""
     watching = audience(*inputs)
     if watching == "nobody":
-        return _direct(op, inputs, shape, key)
+        return _direct(op, inputs, shape, key) if plan is None else plan.compute(inputs)
     if watching == "autograd" and op is QuantizeKind.QUANTIZE:
         with torch.no_grad():  # integers have no gradient to record
             return _direct(op, inputs, shape, key)

@@ -9,9 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..descriptors import Element
+from ..execute import audience
 from ..functional import dynamic_range
 from ..scope import PerChannel, PerTensor, PerToken
 from ..types import DynamicRangeMode, ElementKind
+from .fake_linear import fake_quantized_linear
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
 from .observers import MovingAverage, Observer
@@ -75,8 +77,12 @@ class QATLinear(nn.Linear):
     weight_element: ElementKind
 
     def forward(self, x: Tensor) -> Tensor:
+        act, wgt, weight, bias = self.activation_fake_quantize, self.weight_fake_quantize, self.weight, self.bias
         x = under_autocast(x)
-        return functional.linear(self.activation_fake_quantize(x), self.weight_fake_quantize(self.weight), self.bias)
+        recorded = audience(x, weight, bias) == "autograd" and x.ndim > 1
+        if recorded and act.is_plain and wgt.is_plain and _come_together(x, weight, bias):
+            return fake_quantized_linear(act, wgt, x, weight, bias)
+        return functional.linear(act(x), wgt(weight), bias)
 
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
         """The integer linear whose outputs are these, within `conversion_bound`."""
@@ -109,3 +115,9 @@ class QATLinear(nn.Linear):
         unit, unit_sum = torch.finfo(x.dtype).eps / 2, torch.finfo(math).eps / 2
         bound: Tensor = ((self.in_features + 8) * unit_sum + 6 * unit) * magnitude
         return bound
+
+
+def _come_together(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a linear takes them: of one type, or such as autocast makes of one type."""
+    kinds = {x.dtype, weight.dtype, x.dtype if bias is None else bias.dtype}
+    return len(kinds) == 1 or (torch.float64 not in kinds and torch.is_autocast_enabled(x.device.type))
