@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def encode(key: Key) -> tuple[Any, ...]:
     )
 
 
+@lru_cache(maxsize=1024, typed=True)
 def decode(values: tuple[Any, ...]) -> Key:
     """Undo `encode`."""
     element, quantized, q_min, q_max, scope, axis, size, *rest = values
@@ -96,6 +98,8 @@ class Operator:
             for operand in self.row.operands
             if operand.output and not operand.name.endswith("scratch") and operand.name.startswith(only)
         )
+        #: Where the operator's outputs are among all that the op computes.
+        self.returned = [i - len(self.inputs) for i, o in enumerate(self.row.operands) if o in self.outputs]
         self.arguments = tuple(name for operand in self.inputs for name, _ in _arguments(operand))
         self.name = f"baracuda::{op.value}"
         self.call: Callable[..., Any] = _undefined
@@ -131,13 +135,16 @@ class Operator:
         like = _device_of(inputs)
         plan = cached_plan(like, self.op, tuple(self.shape(inputs, key, size)), *key)
         computed = plan.compute(self.with_integers(inputs))
-        results = [
-            # A symmetric zero point is not computed, and an operator returns as many tensors each time.
-            torch.zeros(operand.shape(plan.problem), dtype=torch.int32, device=like) if value is None else value
-            for operand, value in zip(self.row.operands[len(inputs) :], computed, strict=True)
-            if operand in self.outputs
-        ]
-        return results[0] if len(results) == 1 else tuple(results)
+        if len(self.returned) == 1:
+            only: Tensor = computed[self.returned[0]]
+            return only
+        # A symmetric zero point is not computed, and an operator returns as many tensors each time.
+        return tuple(
+            computed[i]
+            if computed[i] is not None
+            else torch.zeros(operand.shape(plan.problem), dtype=torch.int32, device=like)
+            for operand, i in zip(self.outputs, self.returned, strict=True)
+        )
 
     def fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         inputs, key, size, _ = self.unflatten(args)
