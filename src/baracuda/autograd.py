@@ -200,16 +200,9 @@ class _Once(_Formula):
         raise Unsupported("the gradient of a learned scale has no gradient of its own; drop create_graph=True")
 
 
-class _Constant(_Formula):
-    """A range found in the data counts as a constant."""
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
-
-
-_Constant(QuantizeKind.DYNAMIC_QUANTIZE)
-_Constant(QuantizeKind.CHOOSE_QPARAMS)
-_Constant(QuantizeKind.DYNAMIC_FAKE_QUANTIZE)
+#: A range found in the data counts as a constant: nothing to record, and no detour to find that out.
+for _op in (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
+    _LIBRARY.impl(_op.value, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 _Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
 _FORMULAS: dict[QuantizeKind, _Formula] = {
     QuantizeKind.FAKE_QUANTIZE: _FakeQuantize(QuantizeKind.FAKE_QUANTIZE),

@@ -98,6 +98,10 @@ class Operator:
             for operand in self.row.operands
             if operand.output and not operand.name.endswith("scratch") and operand.name.startswith(only)
         )
+        names = [operand.name for operand in self.inputs]
+        self.zero_point = names.index("zero_point") if "zero_point" in names else None
+        #: The input that has the problem's shape.
+        self.whole = names.index("grad_output") if "grad_output" in names else 0
         #: Where the operator's outputs are among all that the op computes.
         self.returned = [i - len(self.inputs) for i, o in enumerate(self.row.operands) if o in self.outputs]
         self.arguments = tuple(name for operand in self.inputs for name, _ in _arguments(operand))
@@ -157,32 +161,29 @@ class Operator:
 
     def with_integers(self, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
         """The inputs with a learned zero point rounded."""
-        return tuple(
-            rounded(value) if operand.name == "zero_point" else value
-            for operand, value in zip(self.inputs, inputs, strict=True)
-        )
+        i = self.zero_point
+        return inputs if i is None else (*inputs[:i], rounded(inputs[i]), *inputs[i + 1 :])
 
     def unflatten(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key, int | None, float]:
         """What `__call__` was given."""
-        values = iter(args[:-_FIELD_COUNT])
-        inputs = tuple(
-            next(values) if operand.number is None else _either(next(values), next(values)) for operand in self.inputs
-        )
-        *encoded, size, grad_factor = args[-_FIELD_COUNT:]
-        return inputs, decode(tuple(encoded)), size, grad_factor
+        inputs, encoded, (size, grad_factor) = args[:-_FIELD_COUNT], args[-_FIELD_COUNT:-2], args[-2:]
+        if len(inputs) > len(self.inputs):
+            values = iter(inputs)
+            inputs = tuple(
+                next(values) if operand.number is None else _either(next(values), next(values))
+                for operand in self.inputs
+            )
+        return inputs, decode(encoded), size, grad_factor
 
     def shape(self, inputs: tuple[Any, ...], key: Key, size: int | None) -> Shape:
         """The problem's shape as the tensors tell it; `size` is the last axis of packed ones."""
-        named = {operand.name: value for operand, value in zip(self.inputs, inputs, strict=True)}
+        whole: Shape = inputs[self.whole].shape
         if self.row.category is OpCategory.GEMM:
-            activation, weight = inputs[0], named["weight_q"]
-            return activation.shape[0], weight.shape[0], activation.shape[1]
-        if self.op is not QuantizeKind.DEQUANTIZE:
-            given = named.get("grad_output")
-            whole: Shape = inputs[0].shape if given is None else given.shape
-            return whole
-        stored: Shape = inputs[0].shape
-        return unpacked_shape(stored, key[1], size)
+            weight = next(
+                value for operand, value in zip(self.inputs, inputs, strict=True) if operand.name == "weight_q"
+            )
+            return whole[0], weight.shape[0], whole[1]
+        return unpacked_shape(whole, key[1], size) if self.op is QuantizeKind.DEQUANTIZE else whole
 
 
 def unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:

@@ -119,5 +119,8 @@ class QATLinear(nn.Linear):
 
 def _come_together(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether a linear takes them: of one type, or such as autocast makes of one type."""
-    kinds = {x.dtype, weight.dtype, x.dtype if bias is None else bias.dtype}
-    return len(kinds) == 1 or (torch.float64 not in kinds and torch.is_autocast_enabled(x.device.type))
+    dtype = x.dtype
+    if weight.dtype is dtype and (bias is None or bias.dtype is dtype):
+        return True
+    kinds = (dtype, weight.dtype, dtype if bias is None else bias.dtype)
+    return torch.float64 not in kinds and torch.is_autocast_enabled(x.device.type)
