@@ -8,30 +8,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .fake_quantize import FakeQuantize
 from .rounding import Rounding
+
+#: The scale and zero point of a rounding that finds its own.
+UNUSED = (None, None)
 
 
 def fake_quantized_linear(
-    act: FakeQuantize, wgt: FakeQuantize, x: Tensor, weight: Tensor, bias: Tensor | None
+    of_x: Rounding, of_weight: Rounding, x: Tensor, weight: Tensor, bias: Tensor | None, *qparams: Tensor | None
 ) -> Tensor:
-    """linear(act(x), wgt(weight), bias) in x's type, with the same bits and gradients. For plain tensors alone."""
-    of_x, of_weight = act.rounding(x), wgt.rounding(weight)
-    x_qparams = (None, None) if of_x.straight else act.qparams(x)
-    weight_qparams = (None, None) if of_weight.straight else wgt.qparams(weight)
-    y, _, _ = _FakeQuantizedLinear.record(of_x, of_weight, x, weight, bias, *x_qparams, *weight_qparams)
+    """linear(of_x(x), of_weight(weight), bias) in x's type, for plain tensors; `qparams` are the scale and zero point
+    of x, then those of the weight."""
+    y: Tensor = _apply(of_x, of_weight, x, weight, bias, *qparams)[0]
     return y
 
 
 class _FakeQuantizedLinear(torch.autograd.Function):
     """Returns the rounded operands besides y: a second derivative reaches x and weight through a saved output, which
     knows its place in the graph, and not through anything else computed here."""
-
-    @classmethod
-    def record(cls, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """`apply` without its search for transforms, which plain tensors are not under."""
-        results: tuple[Tensor, Tensor, Tensor] = super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
-        return results
 
     @staticmethod
     def forward(
@@ -66,13 +60,14 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         x_learns, weight_learns = learned[0] or learned[1], learned[2] or learned[3]
         db: Tensor | None = None
         if dy is not None:
-            lines = dy if dy.ndim == 2 else dy.reshape(-1, dy.shape[-1])
             if to_x or x_learns:
-                dx = _sum(dx, lines.mm(w_q) if x_q.ndim == 2 else lines.mm(w_q).view(x_q.shape))
+                dx = _sum(dx, dy.matmul(w_q))
+            if dy.ndim > 2:
+                dy, x_q = dy.flatten(0, -2), x_q.flatten(0, -2)
             if to_weight or weight_learns:
-                dw = _sum(dw, lines.t().mm(x_q if x_q.ndim == 2 else x_q.view(-1, x_q.shape[-1])))
+                dw = _sum(dw, dy.t().mm(x_q))
             if to_bias:
-                db = lines.sum(0)
+                db = dy.sum(0)
         of_x, of_weight = ctx.of_x, ctx.of_weight
         to_qparams: list[Tensor | None] = [None] * 4
         if dx is not None and not of_x.straight:
@@ -84,3 +79,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
 
 def _sum(a: Tensor | None, b: Tensor) -> Tensor:
     return b if a is None else a + b
+
+
+#: `apply` without its search for transforms, which plain tensors are not under.
+_apply: Any = super(torch.autograd.Function, _FakeQuantizedLinear).apply

@@ -92,19 +92,18 @@ class FakeQuantize(nn.Module):
             return x
         return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
-    def rounding(self, x: Tensor) -> Rounding:
-        """What this does to tensors like x, ready to run; worked out anew after any change of the settings."""
+    def rounding(self, x: Tensor) -> Rounding | None:
+        """What a call does to tensors like x, ready to run and worked out anew after any change of the settings.
+
+        None where a call may do more: somebody has hooks or a class of their own.
+        """
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        if hooked or not self.enabled or type(self) is not FakeQuantize or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return None
         ready = self._rounding
-        if ready is None or not ready.fits(x):
+        if ready is None or ready.kind != (x.shape, x.dtype, x.device):
             ready = self.__dict__["_rounding"] = Rounding(self, x)
         return ready
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether a call does nothing but round: enabled, with nobody's hooks or changes in between."""
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        watched = bool(hooked) or _has_any_global_hook()  # type: ignore[no-untyped-call]
-        return self.enabled and not watched and type(self) is FakeQuantize
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

@@ -13,7 +13,7 @@ from ..execute import audience
 from ..functional import dynamic_range
 from ..scope import PerChannel, PerTensor, PerToken
 from ..types import DynamicRangeMode, ElementKind
-from .fake_linear import fake_quantized_linear
+from .fake_linear import UNUSED, fake_quantized_linear
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
 from .observers import MovingAverage, Observer
@@ -79,9 +79,12 @@ class QATLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         act, wgt, weight, bias = self.activation_fake_quantize, self.weight_fake_quantize, self.weight, self.bias
         x = under_autocast(x)
-        recorded = audience(x, weight, bias) == "autograd" and x.ndim > 1
-        if recorded and act.is_plain and wgt.is_plain and _come_together(x, weight, bias):
-            return fake_quantized_linear(act, wgt, x, weight, bias)
+        if x.ndim > 1 and audience(x, weight, bias) == "autograd" and _come_together(x, weight, bias):
+            of_x, of_weight = act.rounding(x), wgt.rounding(weight)
+            if of_x is not None and of_weight is not None:
+                x_qparams = UNUSED if of_x.straight else act.qparams(x)
+                weight_qparams = UNUSED if of_weight.straight else wgt.qparams(weight)
+                return fake_quantized_linear(of_x, of_weight, x, weight, bias, *x_qparams, *weight_qparams)
         return functional.linear(act(x), wgt(weight), bias)
 
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:

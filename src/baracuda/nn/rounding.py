@@ -26,6 +26,7 @@ class Rounding:
     """The forward and the backward of a FakeQuantize as its settings are now, below autograd."""
 
     def __init__(self, fake: FakeQuantize, x: Tensor) -> None:
+        #: The tensors it is for.
         self.kind = (x.shape, x.dtype, x.device)
         #: Whether forward finds the scale too, in one pass, and the gradient passes straight through.
         self.straight = fake.clips_nothing and fake.stores_scales_of(x)
@@ -40,9 +41,6 @@ class Rounding:
         self.backward_plan = cached_plan(x.device, _MASKED, x.shape, *self.key)
         self.learned_plan = cached_plan(x.device, _LEARNED, x.shape, *self.key)
         self.factor = fake.gradient_factor(x)
-
-    def fits(self, x: Tensor) -> bool:
-        return self.kind == (x.shape, x.dtype, x.device)
 
     def __call__(self, x: Tensor, scale: Value, zero_point: Value) -> Tensor:
         inputs = (x,) if self.straight else (x, scale, rounded(zero_point))
