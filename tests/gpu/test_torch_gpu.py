@@ -11,6 +11,7 @@ import pytest
 import torch
 from learned import FULL_BLOCKS, assert_alike, problems
 from learned import run as run_learned
+from narrowed import assert_kernels_store_16_bits
 from test_ops import Mlp, arguments, everything, weights
 from torch import Tensor, nn
 
@@ -77,6 +78,10 @@ def test_a_training_step_launches_one_kernel_more_for_each_fake_quantization() -
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in watched.events())
 
     assert kernels(QATLinear.from_float(linear)) == kernels(linear) + 2
+
+
+def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
+    assert_kernels_store_16_bits(DEVICE)
 
 
 @pytest.mark.parametrize("strategy", ["dynamic", "learned"])

@@ -38,9 +38,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         *qparams: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dtype, saved = x.dtype, []
-        x_q, w_q = of_x(x, *qparams[:2]), of_weight(weight, *qparams[2:])
-        if weight.dtype is not dtype:
-            w_q = w_q.to(dtype)
+        x_q, w_q = of_x(dtype, x, *qparams[:2]), of_weight(dtype, weight, *qparams[2:])
         if bias is not None and bias.dtype is not dtype:
             bias = bias.to(dtype)
         if not of_x.straight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from ..autograd import compute, static_key
@@ -42,10 +43,9 @@ class Rounding:
         self.learned_plan = cached_plan(x.device, _LEARNED, x.shape, *self.key)
         self.factor = fake.gradient_factor(x)
 
-    def __call__(self, x: Tensor, scale: Value, zero_point: Value) -> Tensor:
-        inputs = (x,) if self.straight else (x, scale, rounded(zero_point))
-        y: Tensor = self.plan.compute(inputs)[-1]
-        return y
+    def __call__(self, dtype: torch.dtype, x: Tensor, scale: Value, zero_point: Value) -> Tensor:
+        """x rounded, as `dtype`."""
+        return self.plan.compute_as(dtype, (x,) if self.straight else (x, scale, rounded(zero_point)))
 
     def gradients(self, dy: Tensor, x: Value, scale: Value, zero_point: Value, *, learned: bool) -> Gradients:
         """From the gradient of what was rounded: to x and, where they are learned, to scale and zero point.
