@@ -130,28 +130,33 @@ def gpu_time(step: Body, batch: int = 3) -> float:
     return sum(event.self_device_time_total for event in watched.key_averages()) / batch / 1e3
 
 
-def measured(seconds: float, quick: bool) -> list[Row]:
-    """Rows in the order of `ORDER`, for as long as there is time."""
-    end, rows = time.perf_counter() + seconds, []
+def measured(seconds: float, quick: bool) -> Iterator[list[Row]]:
+    """The rows of each way and size, in the order of `ORDER` and for as long as there is time."""
+    start = time.perf_counter()
+
+    def left() -> float:
+        return start + seconds - time.perf_counter()
+
     for way, which in ORDER:
-        if rows and end - time.perf_counter() < 10:
-            break
         size, tokens = (256, 64) if quick else SIZES[which]
-        found = steps(way, size, tokens, lambda: end - time.perf_counter())
+        found = steps(way, size, tokens, left)
         wall = wall_times(found, 2 if quick else 9)
         gpu = {name: gpu_time(step) for name, step in found.items()}
-        rows += [
+        rows = [
             Row(way, size, name, t, (t / wall["float"] - 1) * 100, gpu[name], (gpu[name] / gpu["float"] - 1) * 100)
             for name, t in wall.items()
         ]
+        header = ["step", "ms", "added %", "GPU ms", "added %"]
+        title = f"training step of four transformer layers of size {size}, 8 x {tokens} tokens, {way}"
+        table(title, header, [list(vars(row).values())[2:] for row in rows])
+        yield rows
         del found
         torch.cuda.empty_cache()
-    return rows
+        if left() < 10:
+            return
 
 
-def show(rows: Sequence[Row]) -> list[Bar]:
-    header = ["way", "size", "step", "ms", "added %", "GPU ms", "added %"]
-    table("training step of four transformer layers", header, [list(vars(row).values()) for row in rows])
+def bars_of(rows: Sequence[Row]) -> list[Bar]:
     return [
         Bar(f"a QAT step over a float one, {row.way}, size {row.size}, added %", 15.0, row.added, below=True)
         for row in rows
@@ -167,7 +172,8 @@ def main(argv: Sequence[str]) -> None:
     if not torch.cuda.is_available():
         print("needs a CUDA GPU")
         return
-    rows = measured(options.seconds, options.quick)
-    bars = show(rows)
-    show_bars(bars)
-    write_json(options.json, {"steps": rows, "bars": bars})
+    rows: list[Row] = []
+    for more_rows in measured(options.seconds, options.quick):
+        rows += more_rows
+        write_json(options.json, {"steps": rows, "bars": bars_of(rows)})
+    show_bars(bars_of(rows))
