@@ -37,7 +37,7 @@ class FakeQuantize(nn.Module):
     zero_point: Tensor | None
     #: Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it.
     initialised: bool = False
-    _rounding: Rounding | None
+    _rounding: Rounding | None = None
 
     def __init__(
         self,
