@@ -312,3 +312,18 @@ def test_a_linear_in_one_node_follows_settings_hooks_and_copies() -> None:
     assert torch.equal(module(x), coarse) and seen == [1]
     with pytest.raises(RuntimeError, match="same dtype"):
         QATLinear.from_float(nn.Linear(30, 8, dtype=torch.bfloat16))(x)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_compiled_linear_is_one_graph_with_the_gradients_of_the_eager_one(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    module, x = trained(options).train(), torch.randn(4, 300)
+    module.zero_grad()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(x), eager(x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
