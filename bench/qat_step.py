@@ -84,17 +84,19 @@ def step_of(module: Callable[[Tensor], Tensor], parameters: Iterator[nn.Paramete
     return step
 
 
-def steps(way: str, size: int, tokens: int, left: Callable[[], float]) -> dict[str, Body]:
+def steps(
+    way: str, size: int, tokens: int, left: Callable[[], float], variants: Sequence[str] = tuple(VARIANTS)
+) -> dict[str, Body]:
     """The variants' steps, warm; those there is no time to compile are left out."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
     x = torch.randn(8, tokens, size, device="cuda")
     found, longest = {}, 0.0
-    for name, options in VARIANTS.items():
+    for name in variants:
         if found and left() < longest + 5:
             break
-        start, module = time.perf_counter(), prepared(model, options)
+        start, module = time.perf_counter(), prepared(model, VARIANTS[name])
         compiling = WAYS[way]
         if compiling is not None:
             step_of(module, module.parameters(), x)()  # learned scales start from a batch, which no graph holds
@@ -130,16 +132,18 @@ def gpu_time(step: Body, batch: int = 3) -> float:
     return sum(event.self_device_time_total for event in watched.key_averages()) / batch / 1e3
 
 
-def measured(seconds: float, quick: bool) -> Iterator[list[Row]]:
+def measured(
+    seconds: float, quick: bool, ways: Sequence[str] = tuple(WAYS), variants: Sequence[str] = tuple(VARIANTS)
+) -> Iterator[list[Row]]:
     """The rows of each way and size, in the order of `ORDER` and for as long as there is time."""
     start = time.perf_counter()
 
     def left() -> float:
         return start + seconds - time.perf_counter()
 
-    for way, which in ORDER:
+    for way, which in (each for each in ORDER if each[0] in ways):
         size, tokens = (256, 64) if quick else SIZES[which]
-        found = steps(way, size, tokens, left)
+        found = steps(way, size, tokens, left, variants)
         wall = wall_times(found, 2 if quick else 9)
         gpu = {name: gpu_time(step) for name, step in found.items()}
         rows = [
@@ -167,13 +171,15 @@ def bars_of(rows: Sequence[Row]) -> list[Bar]:
 def main(argv: Sequence[str]) -> None:
     def more(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after so long")
+        parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+        parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="float first")
 
     options = arguments("qat_step", argv, more=more)
     if not torch.cuda.is_available():
         print("needs a CUDA GPU")
         return
     rows: list[Row] = []
-    for more_rows in measured(options.seconds, options.quick):
+    for more_rows in measured(options.seconds, options.quick, options.ways, options.variants):
         rows += more_rows
         write_json(options.json, {"steps": rows, "bars": bars_of(rows)})
     show_bars(bars_of(rows))

@@ -10,15 +10,14 @@ from torch.nn import functional
 
 from .rounding import Rounding
 
-#: The scale and zero point of a rounding that finds its own.
-UNUSED = (None, None)
-
 
 def fake_quantized_linear(
     of_x: Rounding, of_weight: Rounding, x: Tensor, weight: Tensor, bias: Tensor | None, *qparams: Tensor | None
 ) -> Tensor:
-    """linear(of_x(x), of_weight(weight), bias) in x's type, for plain tensors; `qparams` are the scale and zero point
-    of x, then those of the weight."""
+    """linear(of_x(x), of_weight(weight), bias) in x's type, for plain tensors.
+
+    `qparams` are the scale and zero point of x, then those of the weight; none where both find their own.
+    """
     y: Tensor = _apply(of_x, of_weight, x, weight, bias, *qparams)[0]
     return y
 
@@ -55,7 +54,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
         """Where a gradient's type is not that of its tensor, autograd itself converts it."""
         x_q, w_q, *saved = ctx.saved_tensors
         _, _, to_x, to_weight, to_bias, *learned = ctx.needs_input_grad
-        x_learns, weight_learns = learned[0] or learned[1], learned[2] or learned[3]
+        x_learns, weight_learns = any(learned[:2]), any(learned[2:])
         db: Tensor | None = None
         if dy is not None:
             if to_x or x_learns:
@@ -67,7 +66,7 @@ class _FakeQuantizedLinear(torch.autograd.Function):
             if to_bias:
                 db = dy.sum(0)
         of_x, of_weight = ctx.of_x, ctx.of_weight
-        to_qparams: list[Tensor | None] = [None] * 4
+        to_qparams: list[Tensor | None] = [None] * len(learned)
         if dx is not None and not of_x.straight:
             dx, *to_qparams[:2] = of_x.gradients(dx, *saved[:3], learned=x_learns)
         if dw is not None and not of_weight.straight:

@@ -13,7 +13,7 @@ from ..execute import audience
 from ..functional import dynamic_range
 from ..scope import PerChannel, PerTensor, PerToken
 from ..types import DynamicRangeMode, ElementKind
-from .fake_linear import UNUSED, fake_quantized_linear
+from .fake_linear import fake_quantized_linear
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
 from .observers import MovingAverage, Observer
@@ -82,8 +82,11 @@ class QATLinear(nn.Linear):
         if x.ndim > 1 and audience(x, weight, bias) == "autograd" and _come_together(x, weight, bias):
             of_x, of_weight = act.rounding(x), wgt.rounding(weight)
             if of_x is not None and of_weight is not None:
-                x_qparams = UNUSED if of_x.straight else act.qparams(x)
-                weight_qparams = UNUSED if of_weight.straight else wgt.qparams(weight)
+                if of_x.straight and of_weight.straight:
+                    return fake_quantized_linear(of_x, of_weight, x, weight, bias)
+                unused = (None, None)
+                x_qparams = unused if of_x.straight else act.qparams(x)
+                weight_qparams = unused if of_weight.straight else wgt.qparams(weight)
                 return fake_quantized_linear(of_x, of_weight, x, weight, bias, *x_qparams, *weight_qparams)
         return functional.linear(act(x), wgt(weight), bias)
 

@@ -43,7 +43,7 @@ class Rounding:
         self.learned_plan = cached_plan(x.device, _LEARNED, x.shape, *self.key)
         self.factor = fake.gradient_factor(x)
 
-    def __call__(self, dtype: torch.dtype, x: Tensor, scale: Value, zero_point: Value) -> Tensor:
+    def __call__(self, dtype: torch.dtype, x: Tensor, scale: Value = None, zero_point: Value = None) -> Tensor:
         """x rounded, as `dtype`."""
         return self.plan.compute_as(dtype, (x,) if self.straight else (x, scale, rounded(zero_point)))
 
