@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import baracuda
 from baracuda import PerChannel, PerTensor
 from baracuda.nn import FakeQuantize
 
+from . import qat_step
 from .common import Bar, Body, arguments, interleaved, per_call, show_bars, table, write_json
 
 THREADS = 2
@@ -86,56 +86,6 @@ def overhead_rows() -> list[dict[str, Any]]:
     return [{"call": name, "us": per_call(body) * 1e6} for name, body in bodies.items()]
 
 
-class Layer(nn.Module):
-    """A transformer layer with its linears in the open, so that they can be prepared."""
-
-    def __init__(self, size: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
-        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
-
-
-def step_rows(quick: bool) -> list[dict[str, Any]]:
-    """A training step of four layers in bf16 under autocast: float, and prepared in the ways QATLinear offers."""
-    size, tokens, repeats = (256, 64, 3) if quick else (1024, 512, 30)
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
-    x = torch.randn(8, tokens, size, device="cuda")
-    variants = {"float": model}
-    for name, options in {
-        "dynamic": {},
-        "static activations": {"scheme": "w8a8-smoothquant"},
-        "learned": {"activation_strategy": "learned", "weight_strategy": "learned"},
-    }.items():
-        variants[name] = copy.deepcopy(model)
-        baracuda.prepare_qat(variants[name], **options)
-
-    def step(module: nn.Module) -> Body:
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-
-        def body() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            with torch.autocast("cuda", dtype=torch.bfloat16):
-                loss = module(x).float().square().mean()
-            loss.backward()
-            optimizer.step()
-            torch.cuda.synchronize()
-
-        return body
-
-    times = interleaved({name: step(module) for name, module in variants.items()}, repeats, seconds=10.0)
-    return [{"step": name, "ms": t * 1e3, "added %": (t / times["float"] - 1) * 100} for name, t in times.items()]
-
-
 def main(argv: Sequence[str]) -> None:
     options = arguments("qat", argv)
     torch.set_num_threads(THREADS)
@@ -155,13 +105,7 @@ def main(argv: Sequence[str]) -> None:
     )
     content: dict[str, Any] = {"fake_quantize": rows, "learned": learned, "calls": calls}
     if torch.cuda.is_available():
-        content["steps"] = step_rows(options.quick)
-        table(
-            "training step of four transformer layers, GPU",
-            list(content["steps"][0]),
-            [list(s.values()) for s in content["steps"]],
-        )
-        dynamic = next(s for s in content["steps"] if s["step"] == "dynamic")
-        bars.append(Bar("a QAT step over a float step, added %", 15.0, dynamic["added %"], below=True))
+        content["steps"] = [row for rows in qat_step.measured(60.0, options.quick) for row in rows]
+        bars += qat_step.bars_of(content["steps"])
     show_bars(bars)
     write_json(options.json, {**content, "bars": bars})

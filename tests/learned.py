@@ -9,11 +9,31 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from baracuda import Arithmetic, BackendKind, ElementKind, PlanPreference, QuantizeKind, Scope
+from baracuda import (
+    Arithmetic,
+    BackendKind,
+    ElementKind,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    PlanPreference,
+    QuantizeKind,
+    Scope,
+)
 from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem
 from baracuda.types import FLOATS
 from cases import bits, floats
+
+#: Segments of nothing but full blocks: one, several, side by side, strided.
+FULL_BLOCKS: list[tuple[tuple[int, ...], Scope]] = [
+    ((6, 1024), PerChannel(0)),
+    ((3, 4096), PerChannel(0)),
+    ((16384,), PerTensor()),
+    ((2, 4, 8192), PerChannel(1)),
+    ((64, 32), PerToken()),
+    ((128, 128), PerChannel(1)),
+]
 
 
 def problems(layouts: list[tuple[tuple[int, ...], Scope]]) -> Iterator[Problem]:
@@ -31,7 +51,7 @@ def run(p: Problem, backend: BackendKind, device: torch.device | str = "cpu") ->
     generator = torch.Generator().manual_seed(3)
     scale: Tensor | float = torch.rand(shape, generator=generator).to(p.element.math.dtype) * 0.5 + 0.01
     zero_point: Tensor | None = torch.randint(-130, 130, shape, generator=generator, dtype=torch.int32)
-    scale, zero_point = pick([scale, scale, 0.25]), pick([zero_point, zero_point, None])
+    scale, zero_point = pick([scale, scale, 0.25, scale * 2.0**-110]), pick([zero_point, zero_point, None])
     plan = SelectedPlan(p, device, PlanPreference(prefer_backend=backend))
     inputs = tuple(v.to(device) if isinstance(v, Tensor) else v for v in (x, dy, scale, zero_point))
     return tuple(output.cpu() for output in plan.compute(inputs))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learned import assert_alike, problems, run
+from learned import FULL_BLOCKS, assert_alike, problems, run
 
 from baracuda import BackendKind, PerChannel, PerTensor, Scope
 from baracuda.backends.reference import segment_sums
@@ -32,7 +32,7 @@ if INTERPRETER:
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
     def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
-        for p in [*problems([*LAYOUTS, *SEVERAL_BLOCKS]), next(problems(MANY_BLOCKS))]:
+        for p in [*problems([*LAYOUTS, *SEVERAL_BLOCKS, *FULL_BLOCKS]), next(problems(MANY_BLOCKS))]:
             assert_alike(p, run(p, BackendKind.TRITON), run(p, BackendKind.REFERENCE))
 
 else:

@@ -165,3 +165,20 @@ def test_dynamic_kernels_are_exact(
         ptx = ptx_of(step, forms)
         assert_exact(ptx)
         assert re.search(r"ld\.global\.(L1::\S+\.)?v[248]", ptx)
+
+
+@pytest.mark.parametrize(("element", "scope"), [(ElementKind.F32, PerChannel(0)), (ElementKind.BF16, PerTensor())])
+def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_are(
+    element: ElementKind, scope: Scope
+) -> None:
+    """Lanes lie so that halving them first adds registers, then lanes of a warp, and crosses warps three times."""
+    from baracuda.backends.triton.learned import Layout, steps
+
+    op, kind = QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, ElementKind.S8
+    p = Problem(op, (4096, 1024), element, kind, kind.q_min, kind.q_max, scope)
+    step, second = steps(p, Layout(p), CPU)
+    float_, sums = POINTERS[element], POINTERS[ElementKind.F32 if second is None else ElementKind.F64]
+    ptx = ptx_of(step, [float_, float_, "*fp32", "constexpr", float_, sums, sums])
+    assert_exact(ptx)
+    found = instructions(ptx)
+    assert found["bar.sync"] <= 8 and sum(n for name, n in found.items() if name.startswith("shfl")) <= 56, found

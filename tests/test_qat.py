@@ -246,3 +246,84 @@ def test_the_compiled_mlp_example_runs(capsys: pytest.CaptureFixture[str]) -> No
     results = runpy.run_path(str(EXAMPLES / "compiled_mlp.py"))["main"](["--hidden", "128", "--repeats", "2"])
     assert results["graph_breaks"] == 0 and results["agrees"]
     assert "ms" in capsys.readouterr().out
+
+
+# -- one node for a linear and its two fake-quantizations --------------------------------------------------------
+
+
+def in_parts(module: QATLinear) -> QATLinear:
+    """The same linear computed by its modules, one after the other: somebody might be watching them."""
+    apart = copy.deepcopy(module)
+    apart.activation_fake_quantize.register_forward_hook(lambda *_: None)
+    return apart
+
+
+def step(module: nn.Module, x: Tensor, autocast: bool) -> list[Tensor | None]:
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        y = module(leaf)
+    y.float().square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad for p in module.parameters())]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_linear_in_one_node_has_the_bits_and_gradients_of_its_parts(options: dict[str, Any], autocast: bool) -> None:
+    for bias, shape, frozen in ((True, (5, 30), ""), (False, (2, 3, 30), ""), (True, (2, 3, 30), "weight")):
+        module = QATLinear.from_float(nn.Linear(30, 8, bias=bias), **options)
+        module(torch.randn(16, 30))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name != frozen)
+        x, apart = torch.randn(shape) * 1.5, in_parts(module)
+        got, expected = step(module, x, autocast), step(apart, x, autocast)
+        assert len(got) == len(expected) > 2
+        for ours, theirs in zip(got, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            assert ours is None or theirs is None or (ours.dtype is theirs.dtype and torch.equal(ours, theirs))
+        assert module(x).grad_fn.name() != apart(x).grad_fn.name(), "both went the same way"
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_strategy": "static", "mode": "asymmetric"}], ids=str)
+def test_a_linear_in_one_node_has_the_second_derivatives_of_its_parts(options: dict[str, Any]) -> None:
+    module, x = trained(options), torch.randn(4, 300)
+    found = []
+    for each in (module, in_parts(module)):
+        leaf = x.clone().requires_grad_()
+        first = torch.autograd.grad(each(leaf).pow(3).sum(), [leaf, each.weight], create_graph=True)
+        penalty = sum(gradient.square().sum() for gradient in first)
+        found.append([*first, *torch.autograd.grad(penalty, [leaf, each.weight, each.bias])])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours.abs().sum() > 0
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_a_linear_in_one_node_follows_settings_hooks_and_copies() -> None:
+    module, x = QATLinear.from_float(nn.Linear(30, 8)), torch.randn(4, 30)
+    act, before = module.activation_fake_quantize, module(x)
+    act.q_min, act.q_max = -7, 7
+    coarse = module(x)
+    assert torch.equal(coarse, in_parts(module)(x)) and not torch.equal(coarse, before)
+    assert torch.equal(copy.deepcopy(module)(x), coarse)
+    assert torch.equal(module(x.double().float()[:2]), in_parts(module)(x[:2]))
+    act.enabled = False
+    assert torch.equal(module(x), nn.functional.linear(x, module.weight_fake_quantize(module.weight), module.bias))
+    act.enabled, seen = True, []
+    act.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(module(x), coarse) and seen == [1]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        QATLinear.from_float(nn.Linear(30, 8, dtype=torch.bfloat16))(x)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_compiled_linear_is_one_graph_with_the_gradients_of_the_eager_one(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    module, x = trained(options).train(), torch.randn(4, 300)
+    module.zero_grad()
+    eager = copy.deepcopy(module)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    y, expected = compiled(x), eager(x)
+    assert torch.equal(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

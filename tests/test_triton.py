@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 
 import pytest
+from narrowed import assert_kernels_store_16_bits
 
 from baracuda import (
     BackendKind,
@@ -87,3 +88,7 @@ def test_segments_too_long_for_registers_have_the_bits_of_the_reference(
     assert tune.dynamic(problem.view, element.dtype.itemsize, 4).schedule.value == schedule
     case = Case(problem, "poison")
     assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
+
+
+def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
+    assert_kernels_store_16_bits("cpu")

@@ -17,6 +17,7 @@ from .backends.registry import Value
 from .errors import Unsupported
 from .execute import audience, cached_plan
 from .ops import _LIBRARY, OPERATORS, Key, rounded
+from .plan import SelectedPlan
 from .scope import PerChannel, PerTensor, Scope, Shape
 from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
 
@@ -28,12 +29,18 @@ _LINEAR_IN_GRAD_OUTPUT = (
 
 
 def compute(
-    op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key, size: int | None = None, factor: float = 1.0
+    op: QuantizeKind,
+    inputs: tuple[Value, ...],
+    shape: Shape,
+    key: Key,
+    size: int | None = None,
+    factor: float = 1.0,
+    plan: SelectedPlan | None = None,
 ) -> tuple[Tensor, ...]:
-    """The outputs of an op, recorded by whoever watches."""
+    """The outputs of an op, recorded by whoever watches. A caller that holds the plan spares the search for it."""
     watching = audience(*inputs)
     if watching == "nobody":
-        return _direct(op, inputs, shape, key)
+        return _direct(op, inputs, shape, key) if plan is None else plan.compute(inputs)
     if watching == "autograd" and op is QuantizeKind.QUANTIZE:
         with torch.no_grad():  # integers have no gradient to record
             return _direct(op, inputs, shape, key)
@@ -193,16 +200,9 @@ class _Once(_Formula):
         raise Unsupported("the gradient of a learned scale has no gradient of its own; drop create_graph=True")
 
 
-class _Constant(_Formula):
-    """A range found in the data counts as a constant."""
-
-    def setup_context(self, ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(*([output] if isinstance(output, Tensor) else output))
-
-
-_Constant(QuantizeKind.DYNAMIC_QUANTIZE)
-_Constant(QuantizeKind.CHOOSE_QPARAMS)
-_Constant(QuantizeKind.DYNAMIC_FAKE_QUANTIZE)
+#: A range found in the data counts as a constant: nothing to record, and no detour to find that out.
+for _op in (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
+    _LIBRARY.impl(_op.value, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
 _Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
 _FORMULAS: dict[QuantizeKind, _Formula] = {
     QuantizeKind.FAKE_QUANTIZE: _FakeQuantize(QuantizeKind.FAKE_QUANTIZE),

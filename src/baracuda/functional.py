@@ -295,7 +295,7 @@ def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
     return out.copy_(result)
 
 
-def _dynamic_key(
+def dynamic_key(
     x: torch.dtype,
     scope: Scope,
     mode: DynamicRangeMode | str,
@@ -308,6 +308,7 @@ def _dynamic_key(
     weight: Element = ElementKind.S8,
     activation: Activation | str = Activation.NONE,
 ) -> Key:
+    """The key of an op that finds its scales."""
     element, kind, mode = ElementKind.of(x), ElementKind.of(dtype), member(DynamicRangeMode, mode)
     low, high = dynamic_range(kind, mode, q_min, q_max)
     stored, weight = stored_scale_element(scale_dtype, element), ElementKind.of(weight)
@@ -315,7 +316,7 @@ def _dynamic_key(
     return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, activation
 
 
-_remembered_key = lru_cache(maxsize=1024, typed=True)(_dynamic_key)
+_remembered_key = lru_cache(maxsize=1024, typed=True)(dynamic_key)
 
 
 def _key(*given: Any) -> Key:
@@ -325,7 +326,7 @@ def _key(*given: Any) -> Key:
             return _remembered_key(*given)
         except TypeError:
             pass
-    return _dynamic_key(*given)
+    return dynamic_key(*given)
 
 
 def dynamic_range(

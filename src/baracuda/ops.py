@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ def encode(key: Key) -> tuple[Any, ...]:
     )
 
 
+@lru_cache(maxsize=1024, typed=True)
 def decode(values: tuple[Any, ...]) -> Key:
     """Undo `encode`."""
     element, quantized, q_min, q_max, scope, axis, size, *rest = values
@@ -96,6 +98,12 @@ class Operator:
             for operand in self.row.operands
             if operand.output and not operand.name.endswith("scratch") and operand.name.startswith(only)
         )
+        names = [operand.name for operand in self.inputs]
+        self.zero_point = names.index("zero_point") if "zero_point" in names else None
+        #: The input that has the problem's shape.
+        self.whole = names.index("grad_output") if "grad_output" in names else 0
+        #: Where the operator's outputs are among all that the op computes.
+        self.returned = [i - len(self.inputs) for i, o in enumerate(self.row.operands) if o in self.outputs]
         self.arguments = tuple(name for operand in self.inputs for name, _ in _arguments(operand))
         self.name = f"baracuda::{op.value}"
         self.call: Callable[..., Any] = _undefined
@@ -131,13 +139,16 @@ class Operator:
         like = _device_of(inputs)
         plan = cached_plan(like, self.op, tuple(self.shape(inputs, key, size)), *key)
         computed = plan.compute(self.with_integers(inputs))
-        results = [
-            # A symmetric zero point is not computed, and an operator returns as many tensors each time.
-            torch.zeros(operand.shape(plan.problem), dtype=torch.int32, device=like) if value is None else value
-            for operand, value in zip(self.row.operands[len(inputs) :], computed, strict=True)
-            if operand in self.outputs
-        ]
-        return results[0] if len(results) == 1 else tuple(results)
+        if len(self.returned) == 1:
+            only: Tensor = computed[self.returned[0]]
+            return only
+        # A symmetric zero point is not computed, and an operator returns as many tensors each time.
+        return tuple(
+            computed[i]
+            if computed[i] is not None
+            else torch.zeros(operand.shape(plan.problem), dtype=torch.int32, device=like)
+            for operand, i in zip(self.outputs, self.returned, strict=True)
+        )
 
     def fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         inputs, key, size, _ = self.unflatten(args)
@@ -150,32 +161,29 @@ class Operator:
 
     def with_integers(self, inputs: tuple[Value, ...]) -> tuple[Value, ...]:
         """The inputs with a learned zero point rounded."""
-        return tuple(
-            rounded(value) if operand.name == "zero_point" else value
-            for operand, value in zip(self.inputs, inputs, strict=True)
-        )
+        i = self.zero_point
+        return inputs if i is None else (*inputs[:i], rounded(inputs[i]), *inputs[i + 1 :])
 
     def unflatten(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key, int | None, float]:
         """What `__call__` was given."""
-        values = iter(args[:-_FIELD_COUNT])
-        inputs = tuple(
-            next(values) if operand.number is None else _either(next(values), next(values)) for operand in self.inputs
-        )
-        *encoded, size, grad_factor = args[-_FIELD_COUNT:]
-        return inputs, decode(tuple(encoded)), size, grad_factor
+        inputs, encoded, (size, grad_factor) = args[:-_FIELD_COUNT], args[-_FIELD_COUNT:-2], args[-2:]
+        if len(inputs) > len(self.inputs):
+            values = iter(inputs)
+            inputs = tuple(
+                next(values) if operand.number is None else _either(next(values), next(values))
+                for operand in self.inputs
+            )
+        return inputs, decode(encoded), size, grad_factor
 
     def shape(self, inputs: tuple[Any, ...], key: Key, size: int | None) -> Shape:
         """The problem's shape as the tensors tell it; `size` is the last axis of packed ones."""
-        named = {operand.name: value for operand, value in zip(self.inputs, inputs, strict=True)}
+        whole: Shape = inputs[self.whole].shape
         if self.row.category is OpCategory.GEMM:
-            activation, weight = inputs[0], named["weight_q"]
-            return activation.shape[0], weight.shape[0], activation.shape[1]
-        if self.op is not QuantizeKind.DEQUANTIZE:
-            given = named.get("grad_output")
-            whole: Shape = inputs[0].shape if given is None else given.shape
-            return whole
-        stored: Shape = inputs[0].shape
-        return unpacked_shape(stored, key[1], size)
+            weight = next(
+                value for operand, value in zip(self.inputs, inputs, strict=True) if operand.name == "weight_q"
+            )
+            return whole[0], weight.shape[0], whole[1]
+        return unpacked_shape(whole, key[1], size) if self.op is QuantizeKind.DEQUANTIZE else whole
 
 
 def unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:

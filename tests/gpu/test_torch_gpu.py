@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from learned import assert_alike, problems
+from learned import FULL_BLOCKS, assert_alike, problems
 from learned import run as run_learned
+from narrowed import assert_kernels_store_16_bits
 from test_ops import Mlp, arguments, everything, weights
 from torch import Tensor, nn
 
@@ -56,7 +57,7 @@ def test_an_exported_model_runs_on_the_device() -> None:
     assert torch.equal(program.module()(x[:5]), model(x[:5]))
 
 
-@pytest.mark.parametrize("layouts", [LAYOUTS, LARGE_LAYOUTS], ids=["small", "large"])
+@pytest.mark.parametrize("layouts", [LAYOUTS, FULL_BLOCKS, LARGE_LAYOUTS], ids=["small", "full", "large"])
 def test_the_learned_backward_has_the_bits_of_the_reference(layouts: Any) -> None:
     for p in problems(layouts):
         assert_alike(p, run_learned(p, BackendKind.TRITON, DEVICE), run_learned(p, BackendKind.REFERENCE))
@@ -70,11 +71,46 @@ def test_a_training_step_launches_one_kernel_more_for_each_fake_quantization() -
 
     def kernels(module: nn.Module) -> int:
         module(x).sum().backward()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as watched:
+        # Kept over cycles, of which there is one: torch warns of those it would clear.
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities, acc_events=True) as watched:
             module(x).sum().backward()
         return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in watched.events())
 
     assert kernels(QATLinear.from_float(linear)) == kernels(linear) + 2
+
+
+def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
+    assert_kernels_store_16_bits(DEVICE)
+
+
+@pytest.mark.parametrize("strategy", ["dynamic", "learned"])
+def test_a_training_step_is_captured_as_a_cuda_graph_and_replayed_on_new_data(strategy: Any) -> None:
+    """Nothing waits for the device or allocates behind torch's back, or the capture would fail."""
+    torch.manual_seed(4)
+    module = QATLinear.from_float(
+        nn.Linear(256, 128, device=DEVICE), activation_strategy=strategy, weight_strategy=strategy
+    )
+    x, new = torch.randn(64, 256, device=DEVICE), torch.randn(64, 256, device=DEVICE)
+
+    def step() -> list[Tensor]:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = module(x)
+        return [y.detach(), *torch.autograd.grad(y.float().square().sum(), list(module.parameters()))]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for replayed, eager in zip(captured, step(), strict=True):  # of matrix products that may have another algorithm
+        torch.testing.assert_close(replayed, eager, rtol=0.02, atol=0.02)
 
 
 class Foreign:

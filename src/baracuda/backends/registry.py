@@ -71,6 +71,8 @@ class Kernel:
     arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
     epilogue: Callable[[Problem, torch.device], str | None] = _epilogue
     strides: Strides = "contiguous"
+    #: Whether f32 values that are its last output may be stored as a 16-bit float instead.
+    narrows: bool = False
 
     def sku(self, problem: Problem, device: torch.device) -> KernelSku:
         return KernelSku(

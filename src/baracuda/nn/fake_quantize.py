@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from ..autograd import straight_through
 from ..descriptors import Element
@@ -15,6 +16,7 @@ from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, f
 from ..scope import PerTensor, PerToken, Scope, Shape
 from ..types import Arithmetic, DynamicRangeMode, ElementKind, member
 from .observers import MinMax, Observer
+from .rounding import Rounding
 
 Strategy = Literal["static", "dynamic", "learned"]
 
@@ -35,6 +37,7 @@ class FakeQuantize(nn.Module):
     zero_point: Tensor | None
     #: Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it.
     initialised: bool = False
+    _rounding: Rounding | None = None
 
     def __init__(
         self,
@@ -80,22 +83,42 @@ class FakeQuantize(nn.Module):
         if self.strategy == "dynamic" and not self.enabled:
             return x
         recorded = x.requires_grad and torch.is_grad_enabled()
-        passes_all = self._clips_nothing or not recorded
-        if passes_all and self._stores_scales_of(x):
-            y = dynamic_fake_quantize(x, scope=self.scope, **self._range_options())
+        passes_all = self.clips_nothing or not recorded
+        if passes_all and self.stores_scales_of(x):
+            y = dynamic_fake_quantize(x, scope=self.scope, **self.range_options())
             return straight_through(x, y) if recorded else y
         scale, zero_point = self.qparams(x)
         if not self.enabled:
             return x
-        return self._fake_quantize(x, scale, zero_point, self._grad_factor(x) if self.strategy == "learned" else 1.0)
+        return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
-    def _stores_scales_of(self, x: Tensor) -> bool:
+    def rounding(self, x: Tensor) -> Rounding | None:
+        """What a call does to tensors like x, ready to run and worked out anew after any change of the settings.
+
+        None where a call may do more: somebody has hooks or a class of their own.
+        """
+        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
+        if hooked or not self.enabled or type(self) is not FakeQuantize or _has_any_global_hook():  # type: ignore[no-untyped-call]
+            return None
+        ready = self._rounding
+        if ready is None or ready.kind != (x.shape, x.dtype, x.device):
+            ready = self.__dict__["_rounding"] = Rounding(self, x)
+        return ready
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        self.__dict__["_rounding"] = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rounding": None}
+
+    def stores_scales_of(self, x: Tensor) -> bool:
         """Whether one kernel can find the scales and use them: they are not rounded in between."""
         stored = x.dtype if x.dtype is torch.float64 else torch.float32
         return self.strategy == "dynamic" and self.scale_dtype in (None, stored)
 
     @property
-    def _clips_nothing(self) -> bool:
+    def clips_nothing(self) -> bool:
         """A symmetric range found in x itself holds all of x, so every finite element passes its gradient."""
         symmetric = self.mode is DynamicRangeMode.SYMMETRIC and self.q_min <= -self.q_max
         return symmetric and self.strategy == "dynamic"
@@ -146,10 +169,10 @@ class FakeQuantize(nn.Module):
             self.zero_point.copy_(zero_point)
 
     def _choose(self, x: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
-        scale, zero_point = choose_qparams(x, scope=scope, **self._range_options())
+        scale, zero_point = choose_qparams(x, scope=scope, **self.range_options())
         return (scale if self.scale_dtype is None else scale.to(self.scale_dtype)), zero_point
 
-    def _range_options(self) -> dict[str, Any]:
+    def range_options(self) -> dict[str, Any]:
         return {
             "mode": self.mode,
             "dtype": self.element,
@@ -159,7 +182,10 @@ class FakeQuantize(nn.Module):
             "arithmetic": self.arithmetic,
         }
 
-    def _grad_factor(self, x: Tensor) -> float:
+    def gradient_factor(self, x: Tensor) -> float:
+        """What the gradients of learned parameters are multiplied by."""
+        if self.strategy != "learned":
+            return 1.0
         if self.grad_factor is not None:
             return self.grad_factor
         per_segment = x.numel() / max(1, prod(self.scale_shape))

@@ -265,7 +265,8 @@ def under_autocast(x: Tensor) -> Tensor:
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x
-    return x.to(torch.get_autocast_dtype(device))
+    dtype = torch.get_autocast_dtype(device)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def one_value(value: Tensor | float, name: str, like: Tensor) -> Tensor:

@@ -93,6 +93,7 @@ KERNELS: tuple[Kernel, ...] = (
         declines=declines,
         bind=_bind_elementwise,
         arch=arch,
+        narrows=True,
     ),
     Kernel(
         name="dynamic",
@@ -102,6 +103,7 @@ KERNELS: tuple[Kernel, ...] = (
         bind=_bind_dynamic,
         workspace=_dynamic_workspace,
         arch=arch,
+        narrows=True,
     ),
     Kernel(
         name="learned",

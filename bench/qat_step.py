@@ -1,0 +1,185 @@
+"""What fake-quantization adds to a training step on a GPU: eager, compiled, and replayed as CUDA graphs."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+import baracuda
+
+from .common import Bar, Body, arguments, show_bars, table, write_json
+
+#: How a model is prepared; float is as it comes.
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "float": None,
+    "dynamic": {},
+    "learned": {"activation_strategy": "learned", "weight_strategy": "learned"},
+    "static": {"scheme": "w8a8-smoothquant"},
+}
+WAYS: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
+#: Width and tokens a sequence: where the host sets the pace, and where the GPU does.
+SIZES = ((1024, 512), (2048, 1024))
+#: What is measured, the most wanted first.
+ORDER = [("eager", 0), ("graphs", 0), ("eager", 1), ("compiled", 0), ("graphs", 1), ("compiled", 1)]
+
+
+class Layer(nn.Module):
+    """A transformer layer with its linears in the open, so that they can be prepared."""
+
+    def __init__(self, size: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
+        self.qkv, self.out = nn.Linear(size, 3 * size), nn.Linear(size, size)
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))  # type: ignore[no-any-return]
+
+
+@dataclass
+class Row:
+    """One way of running one variant, and what it adds to the float model run the same way."""
+
+    way: str
+    size: int
+    step: str
+    ms: float
+    added: float
+    gpu_ms: float
+    gpu_added: float
+
+
+def prepared(model: nn.Module, options: dict[str, Any] | None) -> nn.Module:
+    made = copy.deepcopy(model)
+    if options is not None:
+        baracuda.prepare_qat(made, **options)
+    return made
+
+
+def step_of(module: Callable[[Tensor], Tensor], parameters: Iterator[nn.Parameter], x: Tensor) -> Body:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = module(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+
+    return step
+
+
+def steps(
+    way: str, size: int, tokens: int, left: Callable[[], float], variants: Sequence[str] = tuple(VARIANTS)
+) -> dict[str, Body]:
+    """The variants' steps, warm; those there is no time to compile are left out."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
+    x = torch.randn(8, tokens, size, device="cuda")
+    found, longest = {}, 0.0
+    for name in variants:
+        if found and left() < longest + 5:
+            break
+        start, module = time.perf_counter(), prepared(model, VARIANTS[name])
+        compiling = WAYS[way]
+        if compiling is not None:
+            step_of(module, module.parameters(), x)()  # learned scales start from a batch, which no graph holds
+        called = module if compiling is None else torch.compile(module, **compiling)
+        found[name] = step_of(called, module.parameters(), x)
+        for _ in range(4):
+            found[name]()
+        torch.cuda.synchronize()
+        longest = max(longest, time.perf_counter() - start)
+    return found
+
+
+def wall_times(found: dict[str, Body], repeats: int, batch: int = 5) -> dict[str, float]:
+    """Median milliseconds of each, taking turns; several steps at a time, so that the host may run ahead."""
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for _ in range(repeats):
+        for name, step in found.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(batch):
+                step()
+            torch.cuda.synchronize()
+            times[name].append((time.perf_counter() - start) / batch * 1e3)
+    return {name: median(values) for name, values in times.items()}
+
+
+def gpu_time(step: Body, batch: int = 3) -> float:
+    """Milliseconds the GPU itself is busy in a step."""
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as watched:
+        for _ in range(batch):
+            step()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in watched.key_averages()) / batch / 1e3
+
+
+def measured(
+    seconds: float, quick: bool, ways: Sequence[str] = tuple(WAYS), variants: Sequence[str] = tuple(VARIANTS)
+) -> Iterator[list[Row]]:
+    """The rows of each way and size, in the order of `ORDER` and for as long as there is time."""
+    start = time.perf_counter()
+
+    def left() -> float:
+        return start + seconds - time.perf_counter()
+
+    for way, which in (each for each in ORDER if each[0] in ways):
+        size, tokens = (256, 64) if quick else SIZES[which]
+        found = steps(way, size, tokens, left, variants)
+        wall = wall_times(found, 2 if quick else 9)
+        gpu = {name: gpu_time(step) for name, step in found.items()}
+        rows = [
+            Row(way, size, name, t, (t / wall["float"] - 1) * 100, gpu[name], (gpu[name] / gpu["float"] - 1) * 100)
+            for name, t in wall.items()
+        ]
+        header = ["step", "ms", "added %", "GPU ms", "added %"]
+        title = f"training step of four transformer layers of size {size}, 8 x {tokens} tokens, {way}"
+        table(title, header, [list(vars(row).values())[2:] for row in rows])
+        yield rows
+        del found
+        torch.cuda.empty_cache()
+        if left() < 10:
+            return
+
+
+def bars_of(rows: Sequence[Row]) -> list[Bar]:
+    return [
+        Bar(f"a QAT step over a float one, {row.way}, size {row.size}, added %", 15.0, row.added, below=True)
+        for row in rows
+        if row.step == "dynamic"
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--seconds", type=float, default=600.0, help="start nothing new after so long")
+        parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+        parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="float first")
+
+    options = arguments("qat_step", argv, more=more)
+    if not torch.cuda.is_available():
+        print("needs a CUDA GPU")
+        return
+    rows: list[Row] = []
+    for more_rows in measured(options.seconds, options.quick, options.ways, options.variants):
+        rows += more_rows
+        write_json(options.json, {"steps": rows, "bars": bars_of(rows)})
+    show_bars(bars_of(rows))

@@ -1,0 +1,29 @@
+"""Fake-quantized f32 values stored as 16-bit floats: the bits of the reference, converted."""
+
+from __future__ import annotations
+
+import torch
+
+from baracuda import BackendKind, ElementKind, PerChannel, PerTensor, PerToken, PlanPreference, QuantizeKind
+from baracuda.plan import SelectedPlan
+from baracuda.problem import Problem
+from cases import floats
+
+LAYOUTS = [((6, 256), PerChannel(0)), ((5, 33), PerToken()), ((40, 70), PerChannel(1)), ((3, 4096), PerTensor())]
+
+
+def assert_kernels_store_16_bits(device: torch.device | str) -> None:
+    device = torch.device(device)
+    for shape, scope in LAYOUTS:
+        for op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
+            p = Problem(op, shape, ElementKind.F32, ElementKind.S8, -127, 127, scope)
+            x, scale = floats("edges", shape, p.element, 1), torch.full(p.segment_shape, 0.0123)
+            inputs = (x, scale, None) if op is QuantizeKind.FAKE_QUANTIZE else (x,)
+            there = tuple(None if value is None else value.to(device) for value in inputs)
+            plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
+            assert plan.kernel.narrows
+            expected = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=BackendKind.REFERENCE))
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                got = plan.compute_as(dtype, there).cpu()
+                assert got.dtype is dtype
+                torch.testing.assert_close(got, expected.compute_as(dtype, inputs), rtol=0, atol=0, equal_nan=True)
