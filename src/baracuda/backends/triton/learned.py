@@ -26,13 +26,13 @@ from .numerics import (
     divide_gradient,
     exact_divide,
     invert,
-    lanes,
     load_scale,
     load_zero_point,
     loop_bound,
     narrow,
     widen,
 )
+from .packing import lanes
 from .sources import Part
 from .static import arithmetic, blocks_of, wide
 
