@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 DEVICE = torch.device("cuda", 0)
+TRITON, REFERENCE = BackendKind.TRITON, BackendKind.REFERENCE
 LINEARS = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)
 #: Ones, zeros, primes, sizes on both sides of every tile and schedule, K = 16385 and M > 65535.
 SHAPES = [
@@ -108,27 +111,26 @@ def test_an_epilogue_has_the_bits_of_the_reference(op, shape, activation, residu
 @pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.SILU], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("element", [ElementKind.F32, ElementKind.F64], ids=lambda kind: kind.value)
 def test_an_activation_has_the_bits_of_the_reference_over_the_whole_range(element, activation) -> None:
-    """With nothing to sum, the output is the activation of the bias: every 64th f32, or as many random doubles."""
+    """With nothing to sum, the output is the activation of the bias: of each of the 2**32 f32, or of random doubles."""
     n, op = 2**26, QuantizeKind.SMOOTHQUANT_LINEAR
     p = problem(op, (1, n, 0), element, DynamicRangeMode.SYMMETRIC, activation)
-    if element is ElementKind.F32:
-        bias = (
-            torch.arange(n, device=DEVICE, dtype=torch.int64).mul_(64).sub_(2**31).to(torch.int32).view(torch.float32)
-        )
-    else:
-        bias = torch.randn(n, device=DEVICE, dtype=torch.float64) * torch.tensor([1.0, 30.0], device=DEVICE).repeat(
-            n // 2
-        )
-    results = []
-    for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
-        plan = SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=backend))
-        empty, out = (
-            torch.empty(n, 0, dtype=torch.int8, device=DEVICE),
-            torch.empty(1, n, dtype=element.dtype, device=DEVICE),
-        )
-        plan.launch((empty[:1], 1.0, None, empty, 1.0, bias, None, None, out), plan.allocate_workspace())
-        results.append(out.view(torch.int32 if element is ElementKind.F32 else torch.int64))
-    assert torch.equal(*results)
+    plans = [SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=kind)) for kind in (TRITON, REFERENCE)]
+    empty = torch.empty(n, 0, dtype=torch.int8, device=DEVICE)
+    results = [torch.empty(1, n, dtype=element.dtype, device=DEVICE) for _ in plans]
+    for bias in every_f32(n) if element is ElementKind.F32 else random_doubles(n):
+        for plan, out in zip(plans, results, strict=True):
+            plan.launch((empty[:1], 1.0, None, empty, 1.0, bias, None, None, out), plan.allocate_workspace())
+        assert torch.equal(*(out.view(torch.int32) for out in results))
+
+
+def every_f32(n: int) -> Iterator[torch.Tensor]:
+    for first in range(-(2**31), 2**31, n):
+        yield torch.arange(first, first + n, device=DEVICE, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+def random_doubles(n: int) -> Iterator[torch.Tensor]:
+    for spread in (1.0, 30.0):
+        yield torch.randn(n, device=DEVICE, dtype=torch.float64) * spread
 
 
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8], ids=lambda kind: kind.value)

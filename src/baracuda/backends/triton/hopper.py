@@ -78,14 +78,12 @@ def read_scales(row, column, M, N, scales, EPILOGUE: gl.constexpr):
 
 
 @gluon.jit
-def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl.constexpr, OUT: gl.constexpr):
-    """act(((acc * scale_a) * scale_w) + bias) + residual, each step rounded; `row` and `column` the accumulator's."""
-    _, _, _, _, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr = scales
+def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl.constexpr):
+    """((acc * scale_a) * scale_w) + bias in f32, each step rounded; `row` and `column` the accumulator's."""
+    _, _, _, _, bias_ptr, zp_ptr, zp, sum_ptr, _ = scales
     BIAS: gl.constexpr = EPILOGUE[2]
     ZERO_POINT: gl.constexpr = EPILOGUE[3]
     AXIS: gl.constexpr = EPILOGUE[4]
-    ACTIVATION: gl.constexpr = EPILOGUE[5]
-    RESIDUAL: gl.constexpr = EPILOGUE[6]
     if ZERO_POINT != "none":
         weight_sum = gl.expand_dims(gl.load(sum_ptr + column, column < N, other=0), AXIS)
         if ZERO_POINT == "vector":
@@ -97,6 +95,16 @@ def scaled(acc, row, column, M, N, row_scale, column_scale, scales, EPILOGUE: gl
     y = (acc.to(gl.float32) * row_scale) * column_scale
     if BIAS:
         y = y + gl.expand_dims(gl.load(bias_ptr + column, column < N, other=0).to(gl.float32), AXIS)
+    return y
+
+
+@gluon.jit
+def completed(y, row, column, M, N, scales, EPILOGUE: gl.constexpr, OUT: gl.constexpr):
+    """act(y) + residual, rounded once more to the output's type."""
+    _, _, _, _, _, _, _, _, residual_ptr = scales
+    AXIS: gl.constexpr = EPILOGUE[4]
+    ACTIVATION: gl.constexpr = EPILOGUE[5]
+    RESIDUAL: gl.constexpr = EPILOGUE[6]
     y = activated(y, ACTIVATION, False)
     if RESIDUAL:
         place = gl.expand_dims(row.to(gl.int64) * N, 1 - AXIS) + gl.expand_dims(column, AXIS)
@@ -137,35 +145,26 @@ def halves(y):
 
 
 @gluon.jit
-def store(c_desc, c_bufs, row, column, y, PIECE: gl.constexpr):
-    """Out through shared memory, piece by piece: a buffer is written once the copy that last left it is done."""
+def finish(y, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, EPILOGUE: gl.constexpr):
+    """Scale a sum, if it is not yet, and store it piece by piece, each with scales of its own: few registers, and no
+    burst of writes. A piece leaves through shared memory, once the copy that last left that buffer is done."""
     if y.shape[1] == c_desc.block_type.shape[1]:
         BUFFERS: gl.constexpr = c_bufs.shape[0]
+        LAYOUT: gl.constexpr = y.type.layout
+        rows = row + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+        columns = column + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))
+        if y.dtype == gl.int32:
+            row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+            y = scaled(y, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
+        out = completed(y, rows, columns, M, N, scales, EPILOGUE, c_desc.dtype)
         tma.store_wait(pendings=BUFFERS - 1)
         c_smem = c_bufs.index(PIECE % BUFFERS)
-        c_smem.store(y)
+        c_smem.store(out)
         fence_async_shared()
         tma.async_copy_shared_to_global(c_desc, [row, column], c_smem)
     else:
         WIDTH: gl.constexpr = y.shape[1] // 2
         left, right = halves(y)
-        store(c_desc, c_bufs, row, column, left, 2 * PIECE)
-        store(c_desc, c_bufs, row, column + WIDTH, right, 2 * PIECE + 1)
-
-
-@gluon.jit
-def finish(acc, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Scale and store piece by piece, each with scales of its own: few registers, and no burst of writes."""
-    if acc.shape[1] == c_desc.block_type.shape[1]:
-        LAYOUT: gl.constexpr = acc.type.layout
-        rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-        row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
-        y = scaled(acc, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
-        store(c_desc, c_bufs, row, column, y, PIECE)
-    else:
-        WIDTH: gl.constexpr = acc.shape[1] // 2
-        left, right = halves(acc)
         finish(left, row, column, M, N, scales, c_desc, c_bufs, 2 * PIECE, EPILOGUE)
         finish(right, row, column + WIDTH, M, N, scales, c_desc, c_bufs, 2 * PIECE + 1, EPILOGUE)
 
@@ -219,10 +218,10 @@ def consume(
         mbarrier.arrive(empty.index(previous), count=1)
         done += 2 * steps
         if EAGER:
-            y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE, c_desc.dtype)
-            store(c_desc, c_bufs, row, n * BN, y, 0)
+            y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
         else:
-            finish(total, row, n * BN, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+            y = total
+        finish(y, row, n * BN, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
     tma.store_wait(pendings=0)
 
 

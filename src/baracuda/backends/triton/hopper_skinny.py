@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import read_scales, scaled
+from .hopper import completed, read_scales, scaled
 
 #: Of the program's threads; Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -149,7 +149,8 @@ def gemm_skinny(
                 columns = column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
                 scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
                 by_token, by_column = read_scales(tokens, columns, M, N, scales, EPILOGUE)
-                y = scaled(acc, tokens, columns, M, N, by_token, by_column, scales, EPILOGUE, OUT)
+                y = scaled(acc, tokens, columns, M, N, by_token, by_column, scales, EPILOGUE)
+                y = completed(y, tokens, columns, M, N, scales, EPILOGUE, OUT)
                 gl.store(
                     out_ptr + token.to(gl.int64) * N + place, gl.convert_layout(gl.permute(y, [1, 0]), STORE), mask
                 )
