@@ -267,9 +267,10 @@ def partial(
     lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
     across: tl.constexpr = PARTS * COLS
     for item in range(loop_bound(chunk), loop_bound(items), loop_bound(chunks)):
-        top, left = item // column_blocks * LINES, item % column_blocks * across
+        top, left = item // column_blocks, item % column_blocks
         if WIDE:
             top, left = top.to(tl.int64), left.to(tl.int64)
+        top, left = top * LINES, left * across
         line = top + tl.arange(0, LINES)[:, None]
         place = ((line * rows + row) * run, left, line, repeat, run, 0)
         inside = (top + LINES <= repeat) & (left + across <= run)

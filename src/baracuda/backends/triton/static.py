@@ -27,6 +27,12 @@ _BACKWARD = (
     QuantizeKind.DEQUANTIZE_BACKWARD,
     QuantizeKind.FAKE_QUANTIZE_BACKWARD,
 )
+_WORK = {
+    QuantizeKind.DEQUANTIZE: tune.Work.LIGHT,
+    QuantizeKind.DEQUANTIZE_BACKWARD: tune.Work.LIGHT,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: tune.Work.TWO,
+    QuantizeKind.QUANTIZE_BACKWARD: tune.Work.DIVIDED,
+}
 _PACKED = {ElementKind.U4: packing.UNSIGNED_PAIRS.value, ElementKind.S4: packing.SIGNED_PAIRS.value}
 
 
@@ -59,19 +65,17 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         return _scattered(problem, device, constants)
     constants |= {"BACKWARDS": again, "WIDE": wide(problem)}
     size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
-    light = problem.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
+    work = _WORK.get(problem.op, tune.Work.ONE)
     if view.inner > 1:
-        heavy = problem.op in (QuantizeKind.QUANTIZE_BACKWARD, QuantizeKind.FAKE_QUANTIZE_BACKWARD)
-        tile = tune.columns(view.run, view.inner, size, light=light, heavy=heavy, packed=is_packed)
+        tile = tune.columns(view.run, view.inner, size, work=work, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
         sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
-        constants |= {"VECTOR": tile.vector, "EACH": together(problem, tile, bool(constants["PACKED"]))}
-        programs = view.rows * row_blocks * blocks
-        return Step(kernels.columns, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
+        constants |= {"VECTOR": tile.vector} | one_by_one(constants)
+        return Step(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile.warps, device)
     lines = view.repeat * view.rows
-    tile = tune.dense(view.run, size, light=light, packed=is_packed)
+    tile = tune.dense(view.run, size, work=work, packed=is_packed)
     across = tile.parts * tile.columns
     blocks = blocks_of(view.run, across)
     even = lines % tile.lines == 0 and view.run % across == 0
@@ -111,7 +115,7 @@ def together(problem: Problem, tile: tune.Tile, pairs: bool) -> int:
 
 
 def one_by_one(constants: dict[str, Any]) -> dict[str, Any]:
-    """What changes where the output is not aligned for words."""
+    """Bytes instead of words: where the output is not aligned, or a thread has few columns and walks down."""
     return {"EACH": 2 if constants["PACKED"] else 1}
 
 

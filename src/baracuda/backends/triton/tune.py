@@ -27,6 +27,15 @@ class Tile:
     parts: int = 1
 
 
+class Work(Enum):
+    """What an elementwise op does: a multiplication; a quantization of one tensor; with a gradient; divided by it."""
+
+    LIGHT = "light"
+    ONE = "one"
+    TWO = "two"
+    DIVIDED = "divided"
+
+
 class Schedule(Enum):
     """How a dynamic range is found."""
 
@@ -47,14 +56,16 @@ class Range:
     chunks: int = 0
 
 
-def dense(width: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
+def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
-    `light` ops, a multiplication per element, run best with many threads; the others, bound by instructions, with
+    LIGHT ops run best with many threads; the others, bound by instructions, with
     threads that share what a scale costs among more elements. Small programs of two warps overlap best: one computes
     while another waits.
     """
-    size, warps = (2048 if element_bytes == 2 else 1024, 4) if light else (4096 // max(element_bytes, 2), 2)
+    size, warps = (
+        (2048 if element_bytes == 2 else 1024, 4) if work is Work.LIGHT else (4096 // max(element_bytes, 2), 2)
+    )
     columns, vector = min(power_of_two(width), size), 16 // element_bytes
     if columns == size:
         return Tile(1, columns, warps, vector=vector if packed else 0)
@@ -63,23 +74,24 @@ def dense(width: int, element_bytes: int, *, light: bool, packed: bool) -> Tile:
     return Tile(size // columns, columns // parts, warps, vector=vector, parts=parts)
 
 
-def columns(run: int, inner: int, element_bytes: int, *, light: bool, heavy: bool, packed: bool) -> Tile:
-    """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far.
-
-    `light` and `heavy` ops, with a multiplication or two tensors to read, want more or fewer columns a thread.
-    """
+def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
+    """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far."""
     if run == 1:
         return Tile(1, min(power_of_two(inner), 2048), 4, vector=16 // element_bytes if packed else 0)
-    if light:
+    if work is Work.LIGHT:
         across = min(power_of_two(inner), 128 if element_bytes == 8 else 256)
         lines = min(power_of_two(run), max(4096 // across, 1))
         return Tile(lines, across, 4, vector=16 // element_bytes if packed and element_bytes < 8 else 0)
-    size, across, warps, vector = 2048, 256, 4, 4 if element_bytes == 4 else 2
-    if element_bytes == 2 and not heavy:
-        size, across, warps, vector = (2048, 128, 2, 4) if packed else (4096, 128, 4, 4)
+    size, across, warps, repeats, vector = 2048, 256, 4, 4, 4 if element_bytes == 4 else 2
+    if element_bytes == 2:
+        size, across, warps, repeats, vector = {
+            Work.ONE: (2048, 128, 2, 8, 4) if packed else (4096, 128, 4, 8, 4),
+            Work.TWO: (2048, 256, 4, 4, 4),
+            Work.DIVIDED: (2048, 256, 4, 8, 2),
+        }[work]
     across = min(power_of_two(inner), across)
     lines = min(power_of_two(run), max(size // across, 1))
-    return Tile(lines, across, warps, repeats=min(8 if element_bytes == 2 else 4, max(run // lines, 1)), vector=vector)
+    return Tile(lines, across, warps, repeats=min(repeats, max(run // lines, 1)), vector=vector)
 
 
 def dynamic(view: View, element_bytes: int, processors: int) -> Range:
@@ -94,8 +106,9 @@ def dynamic(view: View, element_bytes: int, processors: int) -> Range:
         return _strided(view, element_bytes, processors)
     width = power_of_two(view.run)
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
-        parts = min(max(4, 16 // vector), max(width // vector, 1))
-        return Range(Schedule.ROWS, _tile(width // parts, min(max(width // 1024, 2), 32), vector, parts))
+        warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
+        parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
+        return Range(Schedule.ROWS, _tile(width // parts, warps, vector, parts))
     if view.repeat == 1 and view.rows >= processors:
         return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
     tile = _tile(min(width, 256 * vector), 8, vector, max(min(4, width // (256 * vector)), 1))
@@ -121,7 +134,8 @@ def _strided(view: View, element_bytes: int, processors: int) -> Range:
     across = min(power_of_two(view.inner), 16 * vector)
     tile = _tile(across, 4, vector, 8)
     programs = view.rows * -(-view.inner // across)
-    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(-(-8 * processors // programs), 1))
+    # All programs at once: a few that are left for a second round would cost as much as the first.
+    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(6 * processors // programs, 1))
     return Range(Schedule.PARTIAL_COLUMNS, tile, chunks)
 
 
