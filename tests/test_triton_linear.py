@@ -73,7 +73,7 @@ else:
 
     HOPPER = GPUTarget("cuda", 90, 32)
     VECTOR = torch.zeros(4)
-    TILES = [linear_tune.tile(m, 14336, 2, 132) for m in (256, 4096)]
+    TILES = [linear_tune.tile(m, 14336, 4096, 2, 132, cut=True) for m in (256, 4096)]
 
     def test_the_portable_linears_have_the_bits_of_the_reference_in_the_interpreter() -> None:
         """Triton reads the variable when it is imported, so the interpreter gets a process of its own."""
@@ -148,7 +148,7 @@ else:
     @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("shape", [(256, 4096), (4096, 4096)])
     def test_every_output_type_fits_the_shared_memory_of_its_tile(shape, out) -> None:
-        tile = linear_tune.tile(*shape, out.itemsize, 132)
+        tile = linear_tune.tile(*shape, 4096, out.itemsize, 132, cut=True)
         compiled = compile_tile(tile, out, VECTOR, VECTOR.int())
         assert compiled.metadata.shared <= LIMIT
 
@@ -169,6 +169,26 @@ else:
         assert ("div.rn.f32" in ptx) == quantize
         assert ("rcp.approx.ftz.f32" in ptx) == (activation is Activation.GELU)
         assert (compiled.metadata.shared + 1024) * config.programs <= LIMIT + 1024
+
+    @pytest.mark.parametrize(
+        "shape, tail", [((8192, 8192, 8192), 16), ((2048, 6144, 4096), 1), ((256, 4096, 14336), 2)]
+    )
+    def test_tiles_behind_the_last_full_round_are_cut_where_all_parts_run_at_once(shape, tail) -> None:
+        m, n, k = shape
+        tile = linear_tune.tile(m, n, k, 2, 132, cut=True)
+        rest = tile.tiles(m, n) - tile.whole(m, n, 132)
+        assert tile.tail == tail
+        assert rest * tail <= tile.programs(m, n, 132) <= 132
+        assert linear_tune.tile(m, n, k, 2, 132).tail == 1
+
+    def test_the_parts_of_a_tile_are_added_and_finished_step_by_step() -> None:
+        forms = ("*i32", "*bf16", "*fp32", "*fp32", "*fp32", "constexpr")
+        constants = {"PER_TOKEN": True, "ACTIVATION": "gelu", "GROUP": 8, "ACROSS": True, "TAIL": 3}
+        constants |= {"BM": 128, "BN": 128, "LINES": 16}
+        sizes = {"M": 1400, "N": 1664, "whole": 132}
+        ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, 4, HOPPER).asm["ptx"]
+        assert_activation_rounds(ptx, Activation.GELU)
+        assert "ld.global.v4" in ptx
 
     @pytest.mark.parametrize("n, k", [(4096, 4096), (6144, 4096), (57344, 8192), (8, 16), (8192, 28672)])
     def test_a_split_of_k_leaves_each_part_some_work(n, k) -> None:

@@ -43,6 +43,8 @@ SHAPES = [
     (1000, 1536, 4096),
     (600, 512, 8192),
     (2100, 2056, 1040),
+    (300, 640, 8192),
+    (1400, 1664, 4112),
     (4097, 8200, 48),
     (3, 8, 16385),
     (130, 24, 16385),
@@ -91,9 +93,9 @@ def test_every_case_of_the_matrix_has_the_bits_of_the_reference(case) -> None:
     assert_matches(case)
 
 
-#: One shape for each way out: fused, split, skinny, both tile schedules, portable.
+#: One shape for each way out: fused, split, skinny, both tile schedules, tiles in parts, portable.
 WAYS_OUT = [(1, 4104, 1024), (2, 1024, 8192), (16, 1024, 8192), (33, 4104, 528), (300, 1032, 272), (600, 512, 8192)]
-WAYS_OUT += [(127, 131, 137)]
+WAYS_OUT += [(1400, 1664, 4112), (127, 131, 137)]
 
 
 EPILOGUES = [(Activation.NONE, True), (Activation.RELU, False), (Activation.GELU, True), (Activation.SILU, False)]

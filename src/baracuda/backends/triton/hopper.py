@@ -17,25 +17,29 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .activation import activated
+from .linear_kernels import tile_at
 
 
 @gluon.jit
-def grouped(index, along, across, GROUP: gl.constexpr):
-    first = index // (GROUP * along) * GROUP
-    width = min(across - first, GROUP)
-    inside = index % (GROUP * along)
-    return inside // width, first + inside % width
+def unit_at(unit, sizes, ORDER: gl.constexpr):
+    """Row and column of a unit's tile, its first step along K and how many it has.
 
-
-@gluon.jit
-def tile_at(index, tiles_m, tiles_n, GROUP: gl.constexpr, EAGER: gl.constexpr):
-    """Tiles in groups of GROUP columns, down the rows, or of rows where tiles are few: those in flight share their
-    operands in L2."""
-    if EAGER:
-        n, m = grouped(index, tiles_n, tiles_m, GROUP)
-    else:
-        m, n = grouped(index, tiles_m, tiles_n, GROUP)
-    return m, n
+    A unit is a tile, or one of TAIL parts of a tile that is left over when every program had as many as any other.
+    """
+    _, _, tiles_m, tiles_n, steps, whole, _ = sizes
+    GROUP: gl.constexpr = ORDER[0]
+    ACROSS: gl.constexpr = ORDER[1]
+    TAIL: gl.constexpr = ORDER[2]
+    tile = unit
+    first = 0
+    count = steps
+    if TAIL > 1:
+        beyond = max(unit - whole, 0)
+        tile = unit - beyond + beyond // TAIL
+        first = beyond % TAIL * gl.cdiv(steps, TAIL)
+        count = gl.where(unit < whole, steps, gl.cdiv(steps, TAIL))
+    m, n = tile_at(tile, tiles_m, tiles_n, GROUP, ACROSS)
+    return m, n, first, count
 
 
 @gluon.jit
@@ -114,18 +118,17 @@ def completed(y, row, column, M, N, scales, EPILOGUE: gl.constexpr, OUT: gl.cons
 
 
 @gluon.jit
-def feed(
-    a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP: gl.constexpr, EAGER: gl.constexpr
-):
+def feed(a_desc, b_desc, a_bufs, b_bufs, full, empty, sizes, ORDER: gl.constexpr):
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = a_desc.block_type.shape[0]
     BN: gl.constexpr = b_desc.block_type.shape[0]
     BK: gl.constexpr = b_desc.block_type.shape[1]
+    _, _, _, _, _, _, units = sizes
     stage = 0
     phase = 1
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, gl.num_programs(0)):
-        m, n = tile_at(tile, tiles_m, tiles_n, GROUP, EAGER)
-        for k in range(steps):
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        m, n, first, count = unit_at(unit, sizes, ORDER)
+        for k in range(first, first + count):
             ready = full.index(stage)
             mbarrier.wait(empty.index(stage), phase)
             mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
@@ -170,11 +173,30 @@ def finish(y, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, EP
 
 
 @gluon.jit
+def finish_tile(
+    acc, row, column, M, N, held, scales, c_desc, c_bufs, EAGER: gl.constexpr, EPILOGUE: gl.constexpr
+):  # fmt: skip
+    """Scale all of a tile by scales that were read before, or each piece by its own."""
+    if EAGER:
+        LAYOUT: gl.constexpr = acc.type.layout
+        rows = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+        columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+        row_scale, column_scale = held
+        y = scaled(acc, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
+        finish(y, row, column, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+    else:
+        finish(acc, row, column, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+
+
+@gluon.jit
 def consume(
-    a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP: gl.constexpr, EAGER: gl.constexpr,
+    a_bufs, b_bufs, c_desc, c_bufs, partial_ptr, barriers, sizes, scales, ORDER: gl.constexpr, EAGER: gl.constexpr,
     WHICH: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, scale and store this consumer's share, every other tile. EAGER reads the scales before multiplying."""
+    """Multiply, scale and store this consumer's share, every other unit. EAGER reads the scales before multiplying.
+
+    The sums of a part of a tile go to partial[part, BM, BN] as they are.
+    """
     STAGES: gl.constexpr = b_bufs.shape[0]
     BM: gl.constexpr = a_bufs.shape[1]
     BN: gl.constexpr = b_bufs.shape[1]
@@ -182,17 +204,23 @@ def consume(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BN, 128), 32]
     )
     full, empty, turn = barriers
-    M, N, tiles_m, tiles_n, steps = sizes
-    first = gl.program_id(0) + WHICH * gl.num_programs(0)
-    done = WHICH * steps
+    M, N, _, _, _, whole, units = sizes
+    TAIL: gl.constexpr = ORDER[2]
+    programs = gl.num_programs(0)
+    done = 0
+    if WHICH == 1:
+        _, _, _, done = unit_at(gl.program_id(0), sizes, ORDER)
     my_turn = 1 - WHICH
-    for tile in range(first, tiles_m * tiles_n, 2 * gl.num_programs(0)):
-        m, n = tile_at(tile, tiles_m, tiles_n, GROUP, EAGER)
+    for unit in range(gl.program_id(0) + WHICH * programs, units, 2 * programs):
+        m, n, _, count = unit_at(unit, sizes, ORDER)
+        _, _, _, others = unit_at(unit + programs, sizes, ORDER)
         row = m * BM
+        rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
+        columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
         if EAGER:
-            rows = row + gl.arange(0, BM, gl.SliceLayout(1, LAYOUT))
-            columns = n * BN + gl.arange(0, BN, gl.SliceLayout(0, LAYOUT))
-            row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+            held = read_scales(rows, columns, M, N, scales, EPILOGUE)
+        else:
+            held = (row, row)
         stage = done % STAGES
         phase = done // STAGES & 1
         # Not a copy of `stage`: the compiler would take the two names for one value through the loop.
@@ -200,10 +228,10 @@ def consume(
         mbarrier.wait(turn.index(WHICH), my_turn)
         my_turn ^= 1
         acc = warpgroup_mma_init(gl.zeros((BM, BN), gl.int32, LAYOUT))
-        for k in range(steps):
+        for k in range(count):
             mbarrier.wait(full.index(stage), phase)
             # A stage's barrier tells one phase from the next, no more: the other consumer may look at it only now.
-            mbarrier.arrive(turn.index(1 - WHICH), count=1, pred=k == steps - 1)
+            mbarrier.arrive(turn.index(1 - WHICH), count=1, pred=k == count - 1)
             b = b_bufs.index(stage).permute((1, 0))
             acc = warpgroup_mma(a_bufs.index(stage), b, acc, use_acc=k > 0, is_async=True)
             # One product stays in flight: the stage before it is free.
@@ -216,25 +244,29 @@ def consume(
                 phase ^= 1
         total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index(previous), count=1)
-        done += 2 * steps
-        if EAGER:
-            y = scaled(total, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
+        done += count + others
+        if TAIL > 1:
+            if unit < whole:
+                finish_tile(total, row, n * BN, M, N, held, scales, c_desc, c_bufs, EAGER, EPILOGUE)
+            else:
+                place = gl.expand_dims(rows - row, 1) * BN + gl.expand_dims(columns - n * BN, 0)
+                gl.store(partial_ptr + (unit - whole) * (BM * BN) + place, total)
         else:
-            y = total
-        finish(y, row, n * BN, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+            finish_tile(total, row, n * BN, M, N, held, scales, c_desc, c_bufs, EAGER, EPILOGUE)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
 def gemm(
-    a_desc, b_desc, c_desc, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr, M, N, K,
-    STAGES: gl.constexpr, GROUP: gl.constexpr, EAGER: gl.constexpr, EPILOGUE: gl.constexpr,
+    a_desc, b_desc, c_desc, partial_ptr, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr, M, N, K,
+    STAGES: gl.constexpr, ORDER: gl.constexpr, EAGER: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
     """out[M, N] = scaled(a[M, K] @ b[N, K].T), the shapes any: TMA fills with zeros and clips."""
     BM: gl.constexpr = a_desc.block_type.shape[0]
     BN: gl.constexpr = b_desc.block_type.shape[0]
     BK: gl.constexpr = a_desc.block_type.shape[1]
     PIECE: gl.constexpr = c_desc.block_type.shape[1]
+    TAIL: gl.constexpr = ORDER[2]
     a_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BM, BK], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(gl.int8, [STAGES, BN, BK], b_desc.layout)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [1 if PIECE == BN else 2, BM, PIECE], c_desc.layout)
@@ -250,14 +282,23 @@ def gemm(
     tiles_m = gl.cdiv(M, BM)
     tiles_n = gl.cdiv(N, BN)
     steps = gl.cdiv(K, BK)
+    tiles = tiles_m * tiles_n
+    whole = tiles // gl.num_programs(0) * gl.num_programs(0)
+    units = whole + (tiles - whole) * TAIL
     scales = (sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
-    sizes = (M, N, tiles_m, tiles_n, steps)
+    sizes = (M, N, tiles_m, tiles_n, steps, whole, units)
     barriers = (full, empty, turn)
     gl.warp_specialize(
         [
-            (consume, (a_bufs, b_bufs, c_desc, c_bufs, barriers, sizes, scales, GROUP, EAGER, 0, EPILOGUE)),
-            (consume, (a_bufs, b_bufs, c_desc, d_bufs, barriers, sizes, scales, GROUP, EAGER, 1, EPILOGUE)),
-            (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, tiles_m, tiles_n, steps, GROUP, EAGER)),
+            (
+                consume,
+                (a_bufs, b_bufs, c_desc, c_bufs, partial_ptr, barriers, sizes, scales, ORDER, EAGER, 0, EPILOGUE),
+            ),
+            (
+                consume,
+                (a_bufs, b_bufs, c_desc, d_bufs, partial_ptr, barriers, sizes, scales, ORDER, EAGER, 1, EPILOGUE),
+            ),
+            (feed, (a_desc, b_desc, a_bufs, b_bufs, full, empty, sizes, ORDER)),
         ],
         [4, 1],
         [232, 24],

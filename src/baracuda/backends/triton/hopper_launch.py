@@ -21,8 +21,8 @@ from .hopper import gemm
 from .hopper_skinny import gemm_skinny
 from .launch import ALIGNMENT, POINTERS, Step, finish_parameters, launching, loaded
 from .linear import Factors, Rooms, by_zero_point
-from .linear_kernels import sum_parts, sum_rows
-from .sources import Either
+from .linear_kernels import sum_parts, sum_rows, sum_tail
+from .sources import Either, Part
 
 _GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8}
 
@@ -100,12 +100,19 @@ def gemm_source(
         "a_desc": descriptor_form(torch.int8, [tile.m, tile.k]),
         "b_desc": descriptor_form(torch.int8, [tile.n, tile.k]),
         "c_desc": descriptor_form(out, [tile.m, tile.n // tile.pieces]),
+        "partial_ptr": "*i32",
         **forms,
         **dict.fromkeys(("M", "N", "K"), "i32"),
     }
-    constants = {"STAGES": tile.stages, "GROUP": tile.group, "EAGER": tile.eager, "EPILOGUE": epilogue}
+    constants = {
+        "STAGES": tile.stages,
+        "ORDER": (tile.group, tile.across, tile.tail),
+        "EAGER": tile.eager,
+        "EPILOGUE": epilogue,
+    }
     # The residual is read in pairs of columns.
-    names, divisible = list(signature), {"residual_ptr": ALIGNMENT, "N": ALIGNMENT // out.itemsize}
+    names = list(signature)
+    divisible = {"residual_ptr": ALIGNMENT, "partial_ptr": ALIGNMENT, "N": ALIGNMENT // out.itemsize}
     attributes = {(names.index(name),): [["tt.divisibility", by]] for name, by in divisible.items()}
     return GluonASTSource(gemm, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
 
@@ -131,6 +138,7 @@ def skinny_source(
         "BT": config.tokens,
         "STAGES": config.stages,
         "SPLIT": config.split,
+        "TILES": config.tiles,
         "QUANTIZE": quantize,
         "EPILOGUE": epilogue,
     }
@@ -146,8 +154,11 @@ def hopper_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, port
     m, n, k = p.shape
     plain = f._replace(zero_point=None)
     if p.mode is DynamicRangeMode.SYMMETRIC:
-        gemm = _skinny if m <= tune.SKINNY_TOKENS else _large
-        return by_zero_point(f.zero_point, gemm(p, device, plain, rooms, portable), portable)
+        if m <= tune.SKINNY_TOKENS:
+            symmetric = _skinny(p, device, plain, rooms, portable)
+        else:
+            symmetric = _large(p, device, plain, rooms, portable, cut=True)
+        return by_zero_point(f.zero_point, symmetric, portable)
     given = cast(int, f.weight_sum)
     multiply = _large(p, device, f._replace(weight_sum=Either(given, rooms["sums"])), rooms, portable)
     add_up = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, 4, device).bound(f.weight, rooms["sums"])
@@ -164,11 +175,13 @@ def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
+def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch, cut: bool = False) -> Launch:
     m, n, k = p.shape
     processors = _processors(device)
-    tile = tune.tile(m, n, p.element.dtype.itemsize, processors)
-    programs = min(processors, -(-m // tile.m) * -(-n // tile.n))
+    tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors, cut)
+    programs = tile.programs(m, n, processors)
+    room = rooms["parts"] if tile.tail > 1 else None
+    then = None if room is None else _tail(p, device, f, room, tile, tile.whole(m, n, processors))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
@@ -180,10 +193,30 @@ def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable:
         matrix(kernel, X, x, m, k)
         matrix(kernel, WEIGHT, weight, n, k)
         matrix(kernel, OUTPUT, output, m, n)
+        kernel.address(ROOM)
         epilogue_parameters(kernel)
         return finish_parameters(kernel, m, n, k)
 
-    return launching(device, f, prepare, VECTORS, otherwise=portable)
+    return launching(device, (*f, room), prepare, VECTORS, then, portable)
+
+
+def _tail(p: Problem, device: torch.device, f: Factors, room: Part, tile: tune.Tile, whole: int) -> Launch:
+    """Adds up the parts of the tiles that were cut."""
+    m, n, _ = p.shape
+    lines = 16
+    constants = {
+        "PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR,
+        "ACTIVATION": p.activation.value,
+        "GROUP": tile.group,
+        "ACROSS": tile.across,
+        "TAIL": tile.tail,
+        "BM": tile.m,
+        "BN": tile.n,
+        "LINES": lines,
+    }
+    programs = (tile.tiles(m, n) - whole) * (tile.m // lines)
+    step = Step(sum_tail, programs, {"M": m, "N": n, "whole": whole}, constants, 4, device)
+    return step.bound(room, f.output, f.scale, f.weight_scale, f.bias, f.residual)
 
 
 # -- few tokens --------------------------------------------------------------------------------------------------
@@ -243,6 +276,6 @@ def _streaming(
 
 
 def _streaming_grid(config: tune.Skinny, n: int, device: torch.device) -> int:
-    units = -(-n // config.rows) * config.split
+    units = -(-n // config.rows) * config.split * config.tiles
     rounds = -(-units // (config.programs * _processors(device)))
     return -(-units // rounds)

@@ -23,21 +23,27 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT: gl.constexpr, QUANTIZE: gl.constexpr):
+def fetch(
+    j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT: gl.constexpr, TILES: gl.constexpr,
+    QUANTIZE: gl.constexpr,
+):  # fmt: skip
     """Start the copies of this program's step j. Steps behind the end of K read zeros."""
     STAGES: gl.constexpr = w_bufs.shape[0]
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
+    BT: gl.constexpr = x_desc.block_type.shape[0]
     unit = gl.program_id(0) + j // per_unit * gl.num_programs(0)
     k = (unit % SPLIT * per_unit + j % per_unit) * BK
     stage = j % STAGES
+    tokens = unit // SPLIT % TILES * BT
+    rows = unit // (SPLIT * TILES) * BN
     ready = full.index(stage)
     if QUANTIZE:
         mbarrier.expect(ready, w_desc.block_type.nbytes, pred=j < total)
     else:
         mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=j < total)
-        tma.async_copy_global_to_shared(x_desc, [0, k], ready, x_bufs.index(stage), pred=j < total)
-    tma.async_copy_global_to_shared(w_desc, [unit // SPLIT * BN, k], ready, w_bufs.index(stage), pred=j < total)
+        tma.async_copy_global_to_shared(x_desc, [tokens, k], ready, x_bufs.index(stage), pred=j < total)
+    tma.async_copy_global_to_shared(w_desc, [rows, k], ready, w_bufs.index(stage), pred=j < total)
 
 
 @gluon.jit
@@ -81,9 +87,12 @@ def quantized(x, scale, reciprocal, ordinary, q_min, q_max):
 def gemm_skinny(
     x_desc, w_desc, x_ptr, out_ptr, partial_ptr, scale_out_ptr, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr,
     residual_ptr, q_min, q_max, M, N, K, BT: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    QUANTIZE: gl.constexpr, EPILOGUE: gl.constexpr,
+    TILES: gl.constexpr, QUANTIZE: gl.constexpr, EPILOGUE: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is BN rows of the weight and a part of K; with SPLIT > 1 the sums go to partial[SPLIT, M, N]."""
+    """A unit of work is BN rows of the weight, one of TILES parts of the tokens and one of SPLIT parts of K.
+
+    With SPLIT > 1 the sums go to partial[SPLIT, M, N].
+    """
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
     OUT: gl.constexpr = out_ptr.dtype.element_ty
@@ -99,11 +108,11 @@ def gemm_skinny(
     barrier()
 
     per_unit = gl.cdiv(gl.cdiv(K, BK), SPLIT)
-    units = gl.cdiv(N, BN) * SPLIT
+    units = gl.cdiv(N, BN) * SPLIT * TILES
     pid = gl.program_id(0)
     total = gl.cdiv(units - pid, gl.num_programs(0)) * per_unit
     for j in gl.static_range(STAGES - 1):
-        fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, QUANTIZE)
+        fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, TILES, QUANTIZE)
 
     if QUANTIZE:
         scale = row_scales(x_ptr, M, K, q_max, BT, ROWS)
@@ -135,17 +144,18 @@ def gemm_skinny(
         acc = warpgroup_mma(w_bufs.index(j % STAGES), x_now.permute((1, 0)), acc, use_acc=inner > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         barrier()
-        fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, QUANTIZE)
+        fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, TILES, QUANTIZE)
         if inner == per_unit - 1:
-            column = unit // SPLIT * BN
-            token = gl.expand_dims(gl.arange(0, BT, gl.SliceLayout(1, STORE)), 1)
+            column = unit // (SPLIT * TILES) * BN
+            first = unit // SPLIT % TILES * BT
+            token = first + gl.expand_dims(gl.arange(0, BT, gl.SliceLayout(1, STORE)), 1)
             place = column + gl.expand_dims(gl.arange(0, BN, gl.SliceLayout(0, STORE)), 0)
             mask = (token < M) & (place < N)
             if SPLIT > 1:
                 sums = gl.convert_layout(gl.permute(acc, [1, 0]), STORE)
                 gl.store(partial_ptr + (unit % SPLIT * M + token).to(gl.int64) * N + place, sums, mask)
             else:
-                tokens = gl.arange(0, BT, gl.SliceLayout(0, MMA))
+                tokens = first + gl.arange(0, BT, gl.SliceLayout(0, MMA))
                 columns = column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
                 scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
                 by_token, by_column = read_scales(tokens, columns, M, N, scales, EPILOGUE)

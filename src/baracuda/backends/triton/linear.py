@@ -104,6 +104,12 @@ def _hopper_rooms(p: Problem, device: torch.device) -> Rooms:
             split = max(split, tune.fused(m, n, k, _processors(device)).split)
         if split > 1:
             rooms.cut("parts", torch.int32, split, m, n)
+    else:
+        processors = _processors(device)
+        tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors, cut=True)
+        if tile.tail > 1:
+            rest = tile.tiles(m, n) - tile.whole(m, n, processors)
+            rooms.cut("parts", torch.int32, rest, tile.tail, tile.m, tile.n)
     return rooms
 
 
@@ -256,7 +262,8 @@ def _describe_hopper(p: Problem, device: torch.device) -> str:
     elif m <= tune.SKINNY_TOKENS and p.mode is DynamicRangeMode.SYMMETRIC:
         schedule = str(tune.skinny(m, n, k, _processors(device)))
     else:
-        schedule = str(tune.tile(m, n, p.element.dtype.itemsize, _processors(device)))
+        cut = p.mode is DynamicRangeMode.SYMMETRIC
+        schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device), cut))
     return f"{epilogue_formula(p)}; {schedule}"
 
 

@@ -10,6 +10,27 @@ from .numerics import load_scale, loop_bound, narrow, widen
 
 
 @triton.jit
+def grouped(index, along, across, GROUP: tl.constexpr):
+    first = index // (GROUP * along) * GROUP
+    width = min(across - first, GROUP)
+    inside = index % (GROUP * along)
+    return inside // width, first + inside % width
+
+
+@triton.jit
+def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr, ACROSS: tl.constexpr):
+    """Row and column of a tile: in groups of GROUP columns, down the rows, or of rows, across the columns.
+
+    Those in flight share their operands in L2.
+    """
+    if ACROSS:
+        n, m = grouped(index, tiles_n, tiles_m, GROUP)
+    else:
+        m, n = grouped(index, tiles_m, tiles_n, GROUP)
+    return m, n
+
+
+@triton.jit
 def finish(
     acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
     F64: tl.constexpr,
@@ -140,6 +161,24 @@ def sum_parts(
         place = (part * M + rows).to(tl.int64)[:, None] * N + columns[None, :]
         acc += tl.load(partial_ptr + place, mask=(columns < N)[None, :], other=0)
     finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, False)
+
+
+@triton.jit
+def sum_tail(
+    partial_ptr, out_ptr, sa, sw, bias, residual_ptr, M, N, whole, PER_TOKEN: tl.constexpr,
+    ACTIVATION: tl.constexpr, GROUP: tl.constexpr, ACROSS: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The tiles behind the whole ones, their parts in partial[tile, TAIL, BM, BN]: LINES rows of one per program."""
+    tile = tl.program_id(0) // (BM // LINES)
+    line = tl.program_id(0) % (BM // LINES) * LINES + tl.arange(0, LINES)
+    m, n = tile_at(whole + tile, tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP, ACROSS)
+    place = line[:, None] * BN + tl.arange(0, BN)[None, :]
+    acc = tl.zeros((LINES, BN), tl.int32)
+    for part in tl.static_range(TAIL):
+        acc += tl.load(partial_ptr + (tile * TAIL + part) * (BM * BN) + place)
+    columns = n * BN + tl.arange(0, BN)
+    finish(acc, m * BM + line, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, False)
 
 
 @triton.jit

@@ -31,19 +31,48 @@ class Tile:
     group: int
     #: The scales are read before the products, not piece by piece with the output.
     eager: bool = False
+    #: Groups are of rows and walked across the columns, not of columns and down the rows.
+    across: bool = False
+    #: Tiles that do not fill a round of all programs are cut along K into this many parts, added up afterwards.
+    tail: int = 1
 
     def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{self.k} pingpong, {self.stages} stages, groups of {self.group}"
+        order = f"groups of {self.group} {'rows' if self.across else 'columns'}"
+        tail = f", the last tiles in {self.tail} parts" if self.tail > 1 else ""
+        return f"{self.m}x{self.n}x{self.k} pingpong, {self.stages} stages, {order}{tail}"
+
+    def tiles(self, m: int, n: int) -> int:
+        return -(-m // self.m) * -(-n // self.n)
+
+    def whole(self, m: int, n: int, processors: int) -> int:
+        """The tiles that are not cut: full rounds of all programs."""
+        tiles = self.tiles(m, n)
+        return tiles if self.tail == 1 else tiles // processors * processors
+
+    def programs(self, m: int, n: int, processors: int) -> int:
+        whole = self.whole(m, n, processors)
+        return min(processors, whole + (self.tiles(m, n) - whole) * self.tail)
 
 
+#: What cutting tiles costs, in steps of a tile.
+CUT_STEPS = 16
 TURNS = Tile(128, 128, 128, 6, 4, 4, 8)
 
 
-def tile(m: int, n: int, out_bytes: int, processors: int) -> Tile:
+def tile(m: int, n: int, k: int, out_bytes: int, processors: int, cut: bool = False) -> Tile:
+    """The tile of a problem; `cut` allows parts of tiles, which need room in the workspace."""
     # With a tile or two for each consumer, no product hides the time to read the scales.
-    eager = -(-m // TURNS.m) * -(-n // TURNS.n) <= 4 * processors
+    tiles = TURNS.tiles(m, n)
+    eager = tiles <= 4 * processors
+    tail = _tail(tiles % processors, -(-k // TURNS.k), processors) if cut else 1
     # A 32-bit output needs twice the room on its way out.
-    return replace(TURNS, stages=6 if out_bytes <= 2 else 5, eager=eager)
+    return replace(TURNS, stages=6 if out_bytes <= 2 else 5, eager=eager, across=eager, tail=tail)
+
+
+def _tail(rest: int, steps: int, processors: int) -> int:
+    """Parts for the tiles of an unfinished round, if that saves more steps than the launch that adds them up costs."""
+    parts = min(processors // rest, steps // 2, 16) if rest else 1
+    return parts if parts > 1 and steps - -(-steps // parts) > CUT_STEPS else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +86,12 @@ class Skinny:
     split: int
     #: Programs that share a multiprocessor.
     programs: int = 1
+    #: As many times the tokens: programs that share a part of the weight, each with other tokens.
+    tiles: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rows} rows x {self.tokens} tokens x {self.k}, {self.stages} stages, K in {self.split}"
+        tokens = f"{self.tiles} x {self.tokens}" if self.tiles > 1 else str(self.tokens)
+        return f"{self.rows} rows x {tokens} tokens x {self.k}, {self.stages} stages, K in {self.split}"
 
 
 def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
