@@ -54,6 +54,8 @@ class Tile:
         return min(processors, whole + (self.tiles(m, n) - whole) * self.tail)
 
 
+#: What adding up parts of K costs the weight-streaming kernel, in steps, besides the traffic of the parts.
+SUMS_STEPS = 16
 #: What cutting tiles costs, in steps of a tile.
 CUT_STEPS = 16
 TURNS = Tile(128, 128, 128, 6, 4, 4, 8)
@@ -66,7 +68,8 @@ def tile(m: int, n: int, k: int, out_bytes: int, processors: int, cut: bool = Fa
     eager = tiles <= 4 * processors
     tail = _tail(tiles % processors, -(-k // TURNS.k), processors) if cut else 1
     # A 32-bit output needs twice the room on its way out.
-    return replace(TURNS, stages=6 if out_bytes <= 2 else 5, eager=eager, across=eager, tail=tail)
+    stages, across = 6 if out_bytes <= 2 else 5, eager or m <= 4 * TURNS.m
+    return replace(TURNS, stages=stages, eager=eager, across=across, tail=tail)
 
 
 def _tail(rest: int, steps: int, processors: int) -> int:
@@ -95,13 +98,23 @@ class Skinny:
 
 
 def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
+    """One round of all multiprocessors, if it can be had: by fewer rows, or by tokens in two tiles."""
     tokens = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
-    rows, step = 128, 256
-    stages = min(6, (SHARED_MEMORY - 4096) // ((rows + tokens) * step))
-    tiles, steps = -(-n // rows), -(-k // step)
-    return Skinny(
-        tokens, rows, step, stages, min(_splits(steps), key=lambda split: _cost(tiles, steps, split, processors))
-    )
+    rows, step, programs, tiles = 64, 256, 1, 1
+    parts = -(-n // rows)
+    if tokens <= 16 and 2 * parts <= 3 * processors:
+        programs = 2
+    elif tokens == 64 and 2 * parts <= processors:
+        tokens, tiles = 32, 2
+    elif tokens <= 16 or parts > processors:
+        rows, parts = 128, -(-n // 128)
+    stages = min(8 if rows == 64 else 6, (SHARED_MEMORY - 4096) // programs // ((rows + tokens) * step))
+    steps = -(-k // step)
+
+    def cost(split: int) -> float:
+        return _cost(parts * tiles, steps, split, programs * processors, SUMS_STEPS + split * m * n / processors / 4096)
+
+    return Skinny(tokens, rows, step, stages, min(_splits(steps), key=cost), programs, tiles)
 
 
 def fused(m: int, n: int, k: int, processors: int) -> Skinny:
@@ -109,7 +122,7 @@ def fused(m: int, n: int, k: int, processors: int) -> Skinny:
     rows, programs = 64, 2
     tokens, step, stages = (8, 512, 3) if m <= 8 else (16, 256, 6)
     tiles, steps = -(-n // rows), -(-k // step)
-    split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors))
+    split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors, 6))
     return Skinny(tokens, rows, step, stages, split, programs)
 
 
@@ -117,11 +130,10 @@ def _splits(steps: int) -> list[int]:
     return [split for split in (1, 2, 4, 8) if split == 1 or steps // split >= 4]
 
 
-def _cost(tiles: int, steps: int, split: int, processors: int) -> float:
-    """In steps of the busiest multiprocessor; adding the parts up costs a launch."""
-    units = tiles * split
-    rounds = -(-units // processors)
-    return rounds * -(-steps // split) + (6 if split > 1 else 0)
+def _cost(tiles: int, steps: int, split: int, slots: int, sums: float) -> float:
+    """In steps of the busiest program; adding parts up costs `sums`."""
+    rounds = -(-(tiles * split) // slots)
+    return rounds * -(-steps // split) + (sums if split > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,13 +59,13 @@ class Range:
 def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
-    LIGHT ops run best with many threads; the others, bound by instructions, with
-    threads that share what a scale costs among more elements. Small programs of two warps overlap best: one computes
-    while another waits.
+    LIGHT ops run best with many threads; the others, bound by instructions, with threads that share what a scale costs
+    among more elements. Small programs of two warps overlap best: one computes while another waits.
     """
-    size, warps = (
-        (2048 if element_bytes == 2 else 1024, 4) if work is Work.LIGHT else (4096 // max(element_bytes, 2), 2)
-    )
+    if work is Work.LIGHT:
+        size, warps = 2048 if element_bytes == 2 else 1024, 4
+    else:
+        size, warps = 4096 // max(element_bytes, 2), 2
     columns, vector = min(power_of_two(width), size), 16 // element_bytes
     if columns == size:
         return Tile(1, columns, warps, vector=vector if packed else 0)
