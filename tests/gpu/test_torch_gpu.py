@@ -63,21 +63,19 @@ def test_the_learned_backward_has_the_bits_of_the_reference(layouts: Any) -> Non
         assert_alike(p, run_learned(p, BackendKind.TRITON, DEVICE), run_learned(p, BackendKind.REFERENCE))
 
 
-def test_a_training_step_launches_one_kernel_more_for_each_fake_quantization() -> None:
+def test_a_training_step_launches_one_kernel_for_each_fake_quantization() -> None:
     """Forward finds the range and rounds in one pass; backward lets the gradient through and launches nothing."""
+    from baracuda.backends.triton import elementwise, ranges
+
     torch.manual_seed(3)
     x = torch.randn(64, 256, device=DEVICE, requires_grad=True)
-    linear = nn.Linear(256, 128, device=DEVICE)
-
-    def kernels(module: nn.Module) -> int:
+    module = QATLinear.from_float(nn.Linear(256, 128, device=DEVICE))
+    module(x).sum().backward()
+    # Kept over cycles, of which there is one: torch warns of those it would clear.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as watched:
         module(x).sum().backward()
-        # Kept over cycles, of which there is one: torch warns of those it would clear.
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as watched:
-            module(x).sum().backward()
-        return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in watched.events())
-
-    assert kernels(QATLinear.from_float(linear)) == kernels(linear) + 2
+    names = [event.name for event in watched.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in names if name in vars(ranges) or name in vars(elementwise)] == ["rows", "rows"], names
 
 
 def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
