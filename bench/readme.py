@@ -58,9 +58,8 @@ def gpu_section(run: Run) -> str:
     shares = {(x["op"], x["scope"]): x["share"] for x in lines if (x["element"], x["quantized"]) == ("bf16", "s8")}
     text = [
         f"{run['device']}, {versions}, {run['date']}, {run.get('runs', 'one run')}, {size} elements, bf16 and s8: the "
-        f"share of what a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} rows "
-        "reach their bar, "
-        "95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
+        f"share of what a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
+        "rows reach their bar, 95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
         f"{run['host_microseconds']:.1f} us of the host.",
         "",
         f"| operation | {' | '.join(SCOPES)} |",
