@@ -214,6 +214,7 @@ def microseconds(call: Callable[[], object], seconds: float = 2.0) -> float:
     return best
 
 
+@pytest.mark.alone
 def test_a_call_on_a_small_tensor_takes_at_most_15_microseconds() -> None:
     x = torch.randn(8, 128, device=DEVICE)
     calls = {
