@@ -48,10 +48,10 @@ from .qparams import choose_qparams
 def bounds_to_keep(scale: tl.dtype, floats: bool, symmetric: bool, f64: bool) -> str:
     """What a quotient by a scale that came of its own range can pass, and where that is seen to.
 
-    Such a quotient is bounded or NaN, and a symmetric one at most Q_MAX; but an f16 scale may be subnormal, far below
-    what it was rounded from. Where zero points are added to integers anyway, one instruction clamps them too.
+    Such a quotient is bounded or NaN, and a symmetric one rounds to Q_MAX at most unless its scale was rounded to 16
+    bits. Where zero points are added to integers anyway, one instruction clamps them too.
     """
-    if f64 or (floats and not symmetric) or (symmetric and scale == tl.float16):
+    if f64 or (floats and not symmetric) or (symmetric and scale != tl.float32):
         return "both"
     return "low" if symmetric else "of the integer"
 
