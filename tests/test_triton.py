@@ -10,6 +10,7 @@ import os
 from collections import defaultdict
 
 import pytest
+import torch
 from narrowed import assert_kernels_store_16_bits
 
 from baracuda import (
@@ -19,10 +20,12 @@ from baracuda import (
     PerChannel,
     PerTensor,
     PerToken,
+    PlanPreference,
     QuantizeKind,
     Scope,
 )
 from baracuda.backends.triton import tune
+from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem
 from cases import CASES, Case, assert_same_bits, is_linear, run
 
@@ -88,6 +91,28 @@ def test_segments_too_long_for_registers_have_the_bits_of_the_reference(
     assert tune.dynamic(problem.view, element.dtype.itemsize, 4).schedule.value == schedule
     case = Case(problem, "poison")
     assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8, ElementKind.S4])
+@pytest.mark.parametrize("mode", list(DynamicRangeMode))
+@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16])
+def test_quotients_reach_their_bounds_and_no_further(
+    element: ElementKind, mode: DynamicRangeMode, kind: ElementKind
+) -> None:
+    """Small f16 scales are rounded so coarsely that x / scale is half as large again as q may be; odd zero points."""
+    low = kind.q_min + (mode is DynamicRangeMode.SYMMETRIC and kind.q_min < 0)
+    shape, op = (64, 16), QuantizeKind.DYNAMIC_QUANTIZE
+    p = Problem(op, shape, element, kind, low, kind.q_max, PerToken(), mode, scale_element=element)
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.randint(1, 400, (2, 64, 1), generator=generator)
+    x = torch.rand(shape, generator=generator) * ends.sum(0) - ends[1]
+    x[:, 0], x[:, 1] = ends[0, :, 0], -ends[1, :, 0]
+    outputs = []
+    for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+        plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+        outputs.append(plan.compute(((x.round() * 2.0**-24).to(element.dtype),)))
+    for got, wanted in zip(*outputs, strict=True):
+        assert (got is None and wanted is None) or torch.equal(got, wanted)
 
 
 def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
