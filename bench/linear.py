@@ -239,7 +239,9 @@ def main(argv: list[str] | None = None) -> int:
         wide = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
         weight, scale_w = quantized_rows(wide)
         for name, shape in group:
-            rows.append(measure(name, shape, timer, wide, weight, scale_w))
+            rows.append(row := measure(name, shape, timer, wide, weight, scale_w))
+            times = ", ".join(f"{contestant} {us:.1f}" for contestant, us in row.us.items())
+            print(f"{name} {shape}: {times} us", file=sys.stderr, flush=True)
             torch.cuda.empty_cache()
     run = {
         "device": torch.cuda.get_device_name(),
