@@ -39,7 +39,7 @@ class Launched:
 
         from baracuda.backends.triton import hopper_launch, launch
 
-        self.fake, self.kernels = fake, []
+        self.fake, self.kernels, self.ptx = fake, [], []
         active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
         monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
         monkeypatch.setattr(launch, "_driver", lambda: fake.driver)
@@ -54,6 +54,7 @@ class Launched:
         kernel = _host.Kernel(compiled.name, len(self.kernels) + 1, programs, 32 * warps, shared)
         declared = re.search(r"\.entry [^(]*\(([^)]*)\)", compiled.asm["ptx"])
         assert declared
+        self.ptx.append(compiled.asm["ptx"])
         self.kernels.append((kernel, re.findall(r"\.param(?: \.align \d+)? \.(\w+)", declared.group(1))))
         return kernel
 
@@ -148,6 +149,21 @@ def test_a_kernel_is_compiled_once_for_operands_of_a_kind(launched: Launched) ->
     for scale in (0.5, 0.25, torch.tensor(0.5), torch.tensor(2.0)):
         bound(tensors(p, scale=scale), None)
     assert len(launched.kernels) == 2
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("op", [QuantizeKind.QUANTIZE, QuantizeKind.DYNAMIC_QUANTIZE], ids=lambda op: op.value)
+def test_an_output_is_stored_in_words_unless_its_address_is_odd(
+    launched: Launched, op: QuantizeKind, kind: ElementKind
+) -> None:
+    p = Problem(op, (64, 128), ElementKind.BF16, kind, kind.q_min, kind.q_max, PerToken(), DynamicRangeMode.ASYMMETRIC)
+    values = tensors(p, zero_point=torch.zeros(64, dtype=torch.int32)) if op is QuantizeKind.QUANTIZE else tensors(p)
+    out = values[-1]
+    odd = torch.empty(out.numel() + 1, dtype=out.dtype)[1:].view(out.shape)
+    launch(p, values)
+    launch(p, (*values[:-1], odd))
+    stores = [set(re.findall(r"st\.global\.(v?\d?\.?b\d+)", ptx)) for ptx in launched.ptx]
+    assert "b8" not in stores[0] and "b8" in stores[1], stores
 
 
 def test_a_matrix_the_copy_engine_cannot_address_goes_to_the_portable_kernel(launched: Launched) -> None:

@@ -118,16 +118,20 @@ def test_a_launch_allocates_nothing() -> None:
     assert torch.cuda.memory_stats(DEVICE)["allocation.all.allocated"] == before
 
 
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("op", [QuantizeKind.QUANTIZE, QuantizeKind.DYNAMIC_QUANTIZE], ids=lambda op: op.value)
 @pytest.mark.parametrize("shift", [1, 3])
-def test_operands_at_odd_addresses_give_the_same_bits(shift: int) -> None:
-    case = Case(Problem(QuantizeKind.QUANTIZE, (16, 256), ElementKind.BF16, ElementKind.S8, -128, 127, PerToken()))
+def test_operands_at_odd_addresses_give_the_same_bits(shift: int, op: QuantizeKind, kind: ElementKind) -> None:
+    mode = DynamicRangeMode.ASYMMETRIC
+    case = Case(Problem(op, (16, 256), ElementKind.BF16, kind, kind.q_min, kind.q_max, PerToken(), mode))
     plan, values, workspace = _plan_and_operands(case)
-    x, scale, zero_point, out = values
+    x, *others, out = values
     assert isinstance(x, Tensor) and isinstance(out, Tensor)
     moved_x = torch.empty(x.numel() + shift, dtype=x.dtype, device=DEVICE)[shift:].view(x.shape).copy_(x)
     moved_out = torch.empty(out.numel() + shift, dtype=out.dtype, device=DEVICE)[shift:].view(out.shape)
-    plan.launch((moved_x, scale, zero_point, moved_out), workspace)
-    assert_same_bits({"output": moved_out.cpu()}, run(case, BackendKind.REFERENCE), case)
+    moved = (moved_x, *others, moved_out)
+    plan.launch(moved, workspace)
+    assert_same_bits(_outputs(case, moved), run(case, BackendKind.REFERENCE), case)
 
 
 @pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1)], ids=str)
