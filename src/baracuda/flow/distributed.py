@@ -59,6 +59,8 @@ def team(timeout_s: float = 1800) -> Iterator[Team]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
     try:
         yield Team(dist.get_rank(), dist.get_world_size())
+        if started:
+            dist.barrier()  # nobody leaves while another still talks
     finally:
         if started:
             dist.destroy_process_group()
