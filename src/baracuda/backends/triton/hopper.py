@@ -141,35 +141,51 @@ def feed(a_desc, b_desc, a_bufs, b_bufs, full, empty, sizes, ORDER: gl.constexpr
 
 
 @gluon.jit
-def halves(y):
+def pieces_of(y, WIDTH: gl.constexpr):
+    """A tuple of pieces of so many columns, left to right."""
     BM: gl.constexpr = y.shape[0]
     BN: gl.constexpr = y.shape[1]
-    return gl.split(gl.permute(gl.reshape(y, [BM, 2, BN // 2]), [0, 2, 1]))
+    if BN == WIDTH:
+        pieces = (y,)
+    else:
+        left, right = gl.split(gl.permute(gl.reshape(y, [BM, 2, BN // 2]), [0, 2, 1]))
+        pieces = pieces_of(left, WIDTH) + pieces_of(right, WIDTH)
+    return pieces
 
 
 @gluon.jit
-def finish(y, row, column, M, N, scales, c_desc, c_bufs, PIECE: gl.constexpr, EPILOGUE: gl.constexpr):
-    """Scale a sum, if it is not yet, and store it piece by piece, each with scales of its own: few registers, and no
-    burst of writes. A piece leaves through shared memory, once the copy that last left that buffer is done."""
-    if y.shape[1] == c_desc.block_type.shape[1]:
-        BUFFERS: gl.constexpr = c_bufs.shape[0]
-        LAYOUT: gl.constexpr = y.type.layout
-        rows = row + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
-        columns = column + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))
-        if y.dtype == gl.int32:
-            row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
-            y = scaled(y, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
-        out = completed(y, rows, columns, M, N, scales, EPILOGUE, c_desc.dtype)
-        tma.store_wait(pendings=BUFFERS - 1)
-        c_smem = c_bufs.index(PIECE % BUFFERS)
-        c_smem.store(out)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(c_desc, [row, column], c_smem)
+def store_piece(y, i, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE: gl.constexpr):
+    """Scale the i-th piece of a tile, if it is not yet, and store it through shared memory, once the copy that last
+    left that buffer is done."""
+    BUFFERS: gl.constexpr = c_bufs.shape[0]
+    LAYOUT: gl.constexpr = y.type.layout
+    column += i * y.shape[1]
+    rows = row + gl.arange(0, y.shape[0], gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, y.shape[1], gl.SliceLayout(0, LAYOUT))
+    if y.dtype == gl.int32:
+        row_scale, column_scale = read_scales(rows, columns, M, N, scales, EPILOGUE)
+        y = scaled(y, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
+    out = completed(y, rows, columns, M, N, scales, EPILOGUE, c_desc.dtype)
+    tma.store_wait(pendings=BUFFERS - 1)
+    c_smem = c_bufs.index(i % BUFFERS)
+    c_smem.store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [row, column], c_smem)
+
+
+@gluon.jit
+def finish(y, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE: gl.constexpr):
+    """Store a tile piece by piece, each with scales of its own: few registers, and no burst of writes."""
+    COUNT: gl.constexpr = y.shape[1] // c_desc.block_type.shape[1]
+    pieces = pieces_of(y, c_desc.block_type.shape[1])
+    if EPILOGUE[5] == "gelu" or EPILOGUE[5] == "silu":
+        # Unrolled over a tile, the code outgrows the instruction cache: a loop, in which the pieces take turns.
+        for i in range(COUNT):
+            store_piece(pieces[0], i, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE)
+            pieces = pieces[1:] + pieces[:1]
     else:
-        WIDTH: gl.constexpr = y.shape[1] // 2
-        left, right = halves(y)
-        finish(left, row, column, M, N, scales, c_desc, c_bufs, 2 * PIECE, EPILOGUE)
-        finish(right, row, column + WIDTH, M, N, scales, c_desc, c_bufs, 2 * PIECE + 1, EPILOGUE)
+        for i in gl.static_range(COUNT):
+            store_piece(pieces[i], i, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE)
 
 
 @gluon.jit
@@ -183,9 +199,9 @@ def finish_tile(
         columns = column + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
         row_scale, column_scale = held
         y = scaled(acc, rows, columns, M, N, row_scale, column_scale, scales, EPILOGUE)
-        finish(y, row, column, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+        finish(y, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE)
     else:
-        finish(acc, row, column, M, N, scales, c_desc, c_bufs, 0, EPILOGUE)
+        finish(acc, row, column, M, N, scales, c_desc, c_bufs, EPILOGUE)
 
 
 @gluon.jit
