@@ -71,18 +71,19 @@ class Line:
     peers: dict[str, float]
 
 
-def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem]]:
-    """The matrix: every op, scope, element and output; `quick` leaves out what behaves alike."""
+def problems(shape: tuple[int, ...], quick: bool, large: bool = True) -> Iterator[tuple[str, Problem]]:
+    """The matrix: every op, scope, element and output; `quick` leaves out what behaves alike. Of `large` problems each
+    reads as much, so that it counts the same how long a launch takes."""
     for element in (ElementKind.BF16, ElementKind.F32, ElementKind.F16, ElementKind.F64):
         if quick and element in (ElementKind.F16,):
             continue
-        rows = shape[0] // (2 if element is ElementKind.F64 else 1)
         for op in QuantizeKind:
             row = OPS[op]
             if not (row.elementwise or row.dynamic) or row.category is OpCategory.GEMM:
                 continue
             for scope_name, scope in SCOPES.items():
                 for kind in _kinds(op, quick):
+                    rows = _rows(shape[0], op, element, kind) if large else shape[0]
                     modes = tuple(DynamicRangeMode) if row.dynamic else (DynamicRangeMode.SYMMETRIC,)
                     for mode in modes:
                         low = kind.q_min + (mode is DynamicRangeMode.SYMMETRIC and kind.q_min < 0 and row.dynamic)
@@ -100,6 +101,13 @@ def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem
                                 scale_element=scale_elements(element)[0],
                             ),
                         )
+
+
+def _rows(rows: int, op: QuantizeKind, element: ElementKind, kind: ElementKind) -> int:
+    """As many as are read like `rows` of 16-bit floats, or of f32."""
+    if op is QuantizeKind.DEQUANTIZE:
+        return rows * (4 if kind.is_packed else 2)
+    return rows // 2 if element is ElementKind.F64 else rows
 
 
 def _kinds(op: QuantizeKind, quick: bool) -> tuple[ElementKind, ...]:
@@ -137,7 +145,9 @@ def moved(p: Problem) -> int:
     """The bytes an op must move: each input read once, each output written once, and a second read where it must."""
     numel, size = p.view.numel, p.element.dtype.itemsize
     stored = prod(packed_shape(p.shape, p.quantized)) * p.quantized.dtype.itemsize
-    segments = p.view.segments * (p.scale_element.dtype.itemsize + 4 * (p.mode is DynamicRangeMode.ASYMMETRIC))
+    static = not OPS[p.op].dynamic and p.op is not QuantizeKind.DEQUANTIZE_BACKWARD
+    has_zero_point = static or p.mode is DynamicRangeMode.ASYMMETRIC
+    segments = p.view.segments * (p.scale_element.dtype.itemsize + 4 * has_zero_point)
     if p.op is QuantizeKind.FAKE_QUANTIZE:
         return 2 * numel * size + segments
     if p.op is QuantizeKind.DEQUANTIZE_BACKWARD:
@@ -281,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = []
     chosen = [
         (name, p)
-        for name, p in problems(shape, options.quick or options.small)
+        for name, p in problems(shape, options.quick or options.small, not options.small)
         if all(part in _label(name, p) for part in options.only.split(","))
     ]
     if options.jobs > 1:

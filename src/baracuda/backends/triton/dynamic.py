@@ -100,7 +100,8 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
         kernel, programs = ranges.long_rows, view.rows
         even = view.run % across == 0
     constants |= {"MASK": mask(even)}
-    return Step(kernel, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
+    unaligned = one_by_one(constants)
+    return Step(kernel, programs, sizes, constants, tile.warps, device, unaligned=unaligned, registers=tile.registers)
 
 
 def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:

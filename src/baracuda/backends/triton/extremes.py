@@ -30,8 +30,8 @@ def stored(x):
 
 @triton.jit
 def comparable(x, SYMMETRIC: tl.constexpr):
-    """What is compared: of f64 integers in the same order, NaN outside of all numbers, as a maximum of f64 takes many
-    instructions. A symmetric range is one of magnitudes."""
+    """What is compared across threads: of f64 integers in the same order, NaN outside of all numbers, as a maximum of
+    f64 takes many instructions. A symmetric range is one of magnitudes."""
     if x.dtype == tl.float64:
         bits = x.to(tl.int64, bitcast=True)
         magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF
@@ -55,18 +55,22 @@ def number(x, SYMMETRIC: tl.constexpr):
 
 @triton.jit
 def higher(a, b):
-    """The larger of what `comparable` gave, or NaN."""
+    """The larger of what `comparable` gave, or NaN; of f64 as they are any number in its place."""
     if a.dtype == tl.bfloat16 or a.dtype == tl.float16:
         return two_at_a_time(a, b, "max.NaN.bf16x2 $0, $1, $2;", "max.NaN.f16x2 $0, $1, $2;")
+    elif a.dtype == tl.float64:
+        return tl.where(a > b, a, b)
     else:
         return larger(a, b)
 
 
 @triton.jit
 def lower(a, b):
-    """The smaller of what `comparable` gave, or NaN."""
+    """The smaller of what `comparable` gave, or NaN; of f64 as they are any number in its place."""
     if a.dtype == tl.bfloat16 or a.dtype == tl.float16:
         return two_at_a_time(a, b, "min.NaN.bf16x2 $0, $1, $2;", "min.NaN.f16x2 $0, $1, $2;")
+    elif a.dtype == tl.float64:
+        return tl.where(a < b, a, b)
     else:
         return smaller(a, b)
 
@@ -117,13 +121,23 @@ def extreme(
         if MASKED and not SYMMETRIC:
             _, mask = columns_of(place, COLS)
             x = tl.where(mask, x, -INF if HIGH else INF).to(x.dtype)
-        return comparable(x, SYMMETRIC)
+        # Signed f64 are compared as they are, which is short where NaN need not be kept: `extremes` sees to it.
+        return x if x.dtype == tl.float64 and not SYMMETRIC else comparable(x, SYMMETRIC)
     else:
         half: tl.constexpr = PARTS // 2
         there = further(place, half, ALONG, DOWN)
         a = extreme(parts[0], place, HIGH, SYMMETRIC, ALONG, DOWN, MASKED, half, COLS)
         b = extreme(parts[1], there, HIGH, SYMMETRIC, ALONG, DOWN, MASKED, half, COLS)
         return higher(a, b) if HIGH else lower(a, b)
+
+
+@triton.jit
+def any_nan(parts, PARTS: tl.constexpr):
+    """Where one of the parts has a NaN, [LINES, COLS]."""
+    if PARTS == 1:
+        return parts != parts
+    else:
+        return any_nan(parts[0], PARTS // 2) | any_nan(parts[1], PARTS // 2)
 
 
 @triton.jit
@@ -144,6 +158,9 @@ def extremes(
     lows = highs
     if not SYMMETRIC:
         lows = extreme(parts, place, False, SYMMETRIC, ALONG, DOWN, MASKED, PARTS, COLS)
+        if lows.dtype == tl.float64:
+            highs = tl.where(any_nan(parts, PARTS), float("nan"), highs)
+            lows, highs = comparable(lows, SYMMETRIC), comparable(highs, SYMMETRIC)
     return lows, highs
 
 
@@ -155,6 +172,26 @@ def wider(
     """(lows, highs) with the parts seen too."""
     low, high = extremes(parts, place, SYMMETRIC, ALONG, DOWN, MASKED, PARTS, COLS)
     return lows if SYMMETRIC else lower(lows, low), higher(highs, high)
+
+
+def _of_vector(instruction: str) -> str:
+    """PTX for eight 16-bit floats in four registers: each becomes the extreme of those at its place in a pair."""
+    steps = [f"{instruction} {operands};" for operands in ("$0, $4, $5", "$1, $6, $7", "$0, $0, $1")]
+    return " ".join(["{", *steps, *(f"mov.b32 ${i}, $0;" for i in (1, 2, 3)), "}"])
+
+
+HIGHEST_OF_VECTOR = tl.constexpr(_of_vector("max.NaN.bf16x2"))
+LOWEST_OF_VECTOR = tl.constexpr(_of_vector("min.NaN.bf16x2"))
+
+
+@triton.jit
+def of_vector(x, HIGH: tl.constexpr):
+    """Each of a thread's eight neighbours the highest or lowest of four. Of bf16: the compiler would widen them first."""
+    if x.dtype == tl.bfloat16 and x.shape[1] >= 8:
+        asm: tl.constexpr = HIGHEST_OF_VECTOR if HIGH else LOWEST_OF_VECTOR
+        return tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [x], x.dtype, is_pure=True, pack=8)
+    else:
+        return x
 
 
 @triton.jit

@@ -137,6 +137,7 @@ def compile_kernel(
     target: GPUTarget,
     aligned: bool = True,
     stages: int | None = None,
+    registers: int = 0,
 ) -> Any:
     """Compile for operands of these forms ("*bf16", "i64", "constexpr" for none), then sizes, then constants."""
     names = kernel.arg_names
@@ -151,7 +152,8 @@ def compile_kernel(
     divisible |= {(names.index(name),): size & -size for name, size in sizes.items() if size > 1 and not size & 1}
     attributes = {path: [["tt.divisibility", min(by, ALIGNMENT)]] for path, by in divisible.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": False} | ({} if stages is None else {"num_stages": stages})
+    limits = ({"maxnreg": registers} if registers else {}) | ({} if stages is None else {"num_stages": stages})
+    options = {"num_warps": warps, "enable_fp_fusion": False, **limits}
     return triton.compile(source, target=target, options=options)
 
 
@@ -168,9 +170,11 @@ class Step:
         device: torch.device,
         stages: int | None = None,
         unaligned: Mapping[str, object] | None = None,
+        registers: int = 0,
     ) -> None:
-        """`unaligned` are the constants that are others where an operand is not aligned for vectors."""
-        self.kernel, self.programs, self.warps, self.stages = kernel, programs, warps, stages
+        """`unaligned` are the constants that are others where an operand is not aligned for vectors; `registers` the
+        most of a thread, if there is a limit."""
+        self.kernel, self.programs, self.warps, self.limits = kernel, programs, warps, (stages, registers)
         self.sizes, self.constants, self.device = dict(sizes), dict(constants), device
         self.unaligned = self.constants | dict(unaligned or {})
         self._direct: Launch | None = None
@@ -195,7 +199,7 @@ class Step:
         forms = list(map(_form, arguments, self.kernel.arg_names))
         target = triton.runtime.driver.active.get_current_target()
         constants = self.constants if aligned else self.unaligned
-        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, self.warps, target, aligned, self.stages)
+        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, self.warps, target, aligned, *self.limits)
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):
             if form.startswith("*"):

@@ -226,6 +226,31 @@ def prepare_positive(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
         return divisor, invert(divisor, F64), tl.where(scale == scale, factor, scale)
 
 
+#: $0, $1 = the two bf16 of $2 by those of $3, widened; a product is a sum with -0.
+TIMES_BF16 = tl.constexpr("""{
+    .reg .b32 zero, pair, low, high;
+    mov.b32 zero, 0x80008000;
+    fma.rn.bf16x2 pair, $2, $3, zero;
+    shl.b32 low, pair, 16;
+    and.b32 high, pair, 0xffff0000;
+    mov.b32 $0, low;
+    mov.b32 $1, high;
+}""")
+
+
+@triton.jit
+def times(x, factor, F64: tl.constexpr):
+    """x by a power of two that brings it near its scale's significand, in the math type.
+
+    bf16 two at a time: what becomes too small for its 8 bits is, to any rounding of the quotient, as good as zero.
+    """
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        factors = tl.broadcast_to(factor.to(tl.bfloat16), x.shape)
+        return tl.inline_asm_elementwise(TIMES_BF16, "=f,=f,r,r", [x, factors], tl.float32, is_pure=True, pack=2)
+    else:
+        return widen(x, F64) * factor
+
+
 @triton.jit
 def corrected(quotient, x, divisor, reciprocal):
     """A quotient by the rounded reciprocal, corrected by its exact remainder."""
@@ -343,8 +368,9 @@ def whole(y, low, high):
         y = tl.where(y < low, low, tl.where(y > high, high, y)).to(tl.float64)
         return ((y + MAGIC_F64) - MAGIC_F64).to(tl.int32)
     else:
+        # Of NaN the conversion makes the smallest of all integers.
         t = tl.inline_asm_elementwise("cvt.rni.s32.f64 $0, $1;", "=r,d", [y], tl.int32, is_pure=True, pack=1)
-        return tl.where(y == y, tl.minimum(tl.maximum(t, low), high), low)
+        return tl.minimum(tl.maximum(t, low), high)
 
 
 @triton.jit
@@ -356,15 +382,17 @@ def quantize_steps(
     PLAIN, with an `ordinary` scale and bounds that are not far, clamps x before it is divided: nothing can overflow
     any more, and the bounds come back exact. FAR takes any scale and bound: a quotient beyond every bound need only
     stay there, so +inf is held finite, as its remainder would be NaN; what does become NaN is -inf or NaN already, the
-    lower bound to any clamp. HELD is for an x that its scale's range contains, whose quotient is bounded or NaN; a
-    bound that it cannot pass, or that is kept elsewhere, is None. In f32 one correction is enough: checked over all x.
+    lower bound to any clamp. HELD is for an x that its scale's range contains, already brought near by `times`, whose
+    quotient is bounded or NaN; a bound that it cannot pass, or that is kept elsewhere, is None. In f32 one correction
+    is enough: checked over all x.
     """
-    if not RECIPROCAL and WAY != PLAIN:
+    if not RECIPROCAL and WAY == FAR:
         x = x * factor
     if F64:
         y = x * reciprocal
         if not RECIPROCAL:
-            y = tl.where(tl.abs(y) < BEYOND, corrected_twice(y, x, divisor, reciprocal, F64), y)
+            q = corrected_twice(y, x, divisor, reciprocal, F64)
+            y = q if WAY == HELD else tl.where(tl.abs(y) < BEYOND, q, y)
         return whole(y, low, high)
     elif not RECIPROCAL and WAY == PLAIN:
         x = at_most(at_least(x, low * divisor), high * divisor)

@@ -22,6 +22,7 @@ from .extremes import (
     load_parts,
     lower,
     nothing_yet,
+    of_vector,
     span_of,
     wider,
 )
@@ -38,6 +39,7 @@ from .numerics import (
     step_lacks,
     step_rest,
     step_value,
+    times,
     widen,
 )
 from .packing import store_quantized
@@ -82,13 +84,13 @@ def quantize_parts(
     """Quantize what `load_parts` loaded and store it; as floats again where the output holds floats."""
     if PARTS == 1:
         divisor, reciprocal, factor, low, high, shift, rest = prepared
-        by = (widen(parts, F64), divisor, reciprocal, factor)
+        x = widen(parts, F64) if RECIPROCAL else times(parts, factor, F64)
         if BOUNDS == "both":
-            m = quantize_steps(*by, low, high, shift, RECIPROCAL, HELD, F64)
+            m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, HELD, F64)
         elif BOUNDS == "low":
-            m = quantize_steps(*by, low, None, shift, RECIPROCAL, HELD, F64)
+            m = quantize_steps(x, divisor, reciprocal, factor, low, None, shift, RECIPROCAL, HELD, F64)
         else:
-            m = quantize_steps(*by, None, None, shift, RECIPROCAL, HELD, F64)
+            m = quantize_steps(x, divisor, reciprocal, factor, None, None, shift, RECIPROCAL, HELD, F64)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         start, column, line, lines, width, _ = place
         if dtype.is_floating():
@@ -129,6 +131,8 @@ def rows(
     place = (start, 0, line, lines, width, 0)
     parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, COLS, 0, masked, PARTS, COLS)
+    if not masked:  # whole vectors
+        lows, highs = of_vector(lows, False), of_vector(highs, True)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(

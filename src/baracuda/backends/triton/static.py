@@ -73,7 +73,8 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
         constants |= {"VECTOR": tile.vector} | one_by_one(constants)
-        return Step(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile.warps, device)
+        programs = view.rows * row_blocks * blocks
+        return Step(kernels.columns, programs, sizes, constants, tile.warps, device, registers=tile.registers)
     lines = view.repeat * view.rows
     tile = tune.dense(view.run, size, work=work, packed=is_packed)
     across = tile.parts * tile.columns
@@ -90,7 +91,10 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "EACH": together(problem, tile, bool(constants["PACKED"])),
     }
     programs = blocks_of(lines, tile.lines) * blocks
-    return Step(kernels.dense, programs, sizes, constants, tile.warps, device, unaligned=one_by_one(constants))
+    unaligned = one_by_one(constants)
+    return Step(
+        kernels.dense, programs, sizes, constants, tile.warps, device, unaligned=unaligned, registers=tile.registers
+    )
 
 
 def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]) -> Step:

@@ -16,7 +16,8 @@ class Tile:
     """[parts, lines, columns] elements a program handles at a time, `repeats` times down the run, with `warps` warps.
 
     A thread has the same place in all parts: they split a segment, which it then looks at more often than at others.
-    `vector` limits the neighbouring columns a thread holds (0: no limit).
+    `vector` limits the neighbouring columns a thread holds, `registers` its registers (0: no limit). Told a limit, the
+    compiler uses all of it and orders instructions better than in the fewest registers it can do with.
     """
 
     lines: int
@@ -25,6 +26,7 @@ class Tile:
     repeats: int = 1
     vector: int = 0
     parts: int = 1
+    registers: int = 0
 
 
 class Work(Enum):
@@ -67,11 +69,13 @@ def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     else:
         size, warps = 4096 // max(element_bytes, 2), 2
     columns, vector = min(power_of_two(width), size), 16 // element_bytes
+    # Packed, a byte moved is more to compute: it takes as many threads as can be had.
+    registers = 48 if packed and element_bytes == 2 and work is Work.ONE else 0
     if columns == size:
-        return Tile(1, columns, warps, vector=vector if packed else 0)
+        return Tile(1, columns, warps, vector=vector if packed else 0, registers=registers)
     # A thread works out a short line's scale once for all its parts.
     parts = min(size // (32 * warps * vector), max(columns // vector, 1))
-    return Tile(size // columns, columns // parts, warps, vector=vector, parts=parts)
+    return Tile(size // columns, columns // parts, warps, vector=vector, parts=parts, registers=registers)
 
 
 def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
@@ -86,7 +90,7 @@ def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: boo
     if element_bytes == 2:
         size, across, warps, repeats, vector = {
             Work.ONE: (2048, 128, 2, 8, 4) if packed else (4096, 128, 4, 8, 4),
-            Work.TWO: (2048, 256, 4, 4, 4),
+            Work.TWO: (2048, 128, 4, 4, 4),
             Work.DIVIDED: (2048, 256, 4, 8, 2),
         }[work]
     across = min(power_of_two(inner), across)
@@ -108,7 +112,9 @@ def dynamic(view: View, element_bytes: int, processors: int) -> Range:
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
         warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
         parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
-        return Range(Schedule.ROWS, _tile(width // parts, warps, vector, parts))
+        tile = _tile(width // parts, warps, vector, parts)
+        few = element_bytes == 2 and parts * vector <= 32
+        return Range(Schedule.ROWS, replace(tile, registers=40) if few else tile)
     if view.repeat == 1 and view.rows >= processors:
         return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
     tile = _tile(min(width, 256 * vector), 8, vector, max(min(4, width // (256 * vector)), 1))
@@ -131,11 +137,11 @@ def _strided(view: View, element_bytes: int, processors: int) -> Range:
             Schedule.BLOCKS,
             Tile(lines // parts, across, _warps(lines * across, each), vector=neighbours, parts=parts),
         )
-    across = min(power_of_two(view.inner), 16 * vector)
-    tile = _tile(across, 4, vector, 8)
-    programs = view.rows * -(-view.inner // across)
+    across, parts, each = (8, 16, 4) if element_bytes == 2 else (16, 8, 6)
+    tile = _tile(min(power_of_two(view.inner), across * vector), 4, vector, parts)
+    programs = view.rows * -(-view.inner // tile.columns)
     # All programs at once: a few that are left for a second round would cost as much as the first.
-    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(6 * processors // programs, 1))
+    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(each * processors // programs, 1))
     return Range(Schedule.PARTIAL_COLUMNS, tile, chunks)
 
 
