@@ -55,7 +55,7 @@ def using(candidate: Candidate) -> Iterator[None]:
         with mock.patch.multiple(tune, dense=lambda *a, **k: tile, columns=lambda *a, **k: tile):
             yield
     else:
-        with mock.patch.object(tune, "dynamic", lambda *a: Range(schedule, tile, candidate.chunks)):
+        with mock.patch.object(tune, "dynamic", lambda *a, **k: Range(schedule, tile, candidate.chunks)):
             yield
 
 

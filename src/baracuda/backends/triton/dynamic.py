@@ -53,7 +53,8 @@ def workspace(problem: Problem, device: torch.device) -> int:
 
 def range_config(problem: Problem, device: torch.device) -> tune.Range:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-    return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors)
+    floats = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE
+    return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors, floats=floats)
 
 
 def _partials(problem: Problem, config: tune.Range) -> int:

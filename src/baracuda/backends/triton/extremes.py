@@ -186,7 +186,7 @@ LOWEST_OF_VECTOR = tl.constexpr(_of_vector("min.NaN.bf16x2"))
 
 @triton.jit
 def of_vector(x, HIGH: tl.constexpr):
-    """Each of a thread's eight neighbours the highest or lowest of four. Of bf16: the compiler would widen them first."""
+    """Each of eight neighbours the highest or lowest of four. Of bf16: the compiler would widen them first."""
     if x.dtype == tl.bfloat16 and x.shape[1] >= 8:
         asm: tl.constexpr = HIGHEST_OF_VECTOR if HIGH else LOWEST_OF_VECTOR
         return tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [x], x.dtype, is_pure=True, pack=8)

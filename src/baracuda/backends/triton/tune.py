@@ -98,8 +98,8 @@ def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: boo
     return Tile(lines, across, warps, repeats=min(repeats, max(run // lines, 1)), vector=vector)
 
 
-def dynamic(view: View, element_bytes: int, processors: int) -> Range:
-    """The schedule of a dynamic range.
+def dynamic(view: View, element_bytes: int, processors: int, *, floats: bool = False) -> Range:
+    """The schedule of a dynamic range; `floats` says that they leave as such, which takes more registers.
 
     Every thread that shares a segment works out its scale, so a thread looks at 16 elements of it, or more.
     """
@@ -113,7 +113,7 @@ def dynamic(view: View, element_bytes: int, processors: int) -> Range:
         warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
         parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
         tile = _tile(width // parts, warps, vector, parts)
-        few = element_bytes == 2 and parts * vector <= 32
+        few = element_bytes == 2 and parts * vector <= 32 and not floats
         return Range(Schedule.ROWS, replace(tile, registers=40) if few else tile)
     if view.repeat == 1 and view.rows >= processors:
         return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
