@@ -19,6 +19,7 @@ import baracuda
 from baracuda import (
     Activation,
     BackendKind,
+    DynamicRangeMode,
     ElementKind,
     MathPrecision,
     OpCategory,
@@ -132,6 +133,23 @@ def test_a_plan_says_what_it_is(row: Row, element: str) -> None:
     assert guarantee.matches_reference
     assert guarantee.deterministic
     assert guarantee.bit_stable_on_same_hardware
+
+
+LONGEST = [("QuantizedLinear", "symmetric", 132104), ("QuantizedLinear", "asymmetric", 65793)]
+LONGEST += [("SmoothQuantLinear", "symmetric", 65793)]  # a zero point may come with its arguments
+
+
+@pytest.mark.parametrize("backend", [BackendKind.REFERENCE, BackendKind.CPU], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("name, mode, longest", LONGEST)
+def test_a_linear_says_when_its_sums_need_more_than_32_bits(
+    name: str, mode: str, longest: int, backend: BackendKind
+) -> None:
+    row = BY_NAME[name]
+    modes = {"mode": DynamicRangeMode(mode)} if name == "QuantizedLinear" else {}
+    for k, held_in in ((longest, ElementKind.S32), (longest + 1, ElementKind.S64)):
+        plan = row.plan.select(row.describe(k=k, **modes), PlanPreference(prefer_backend=backend))
+        assert plan.precision_guarantee().accumulator is held_in
+        assert plan.sku().precision_guarantee.accumulator is held_in
 
 
 @every_plan
