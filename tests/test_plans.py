@@ -135,19 +135,23 @@ def test_a_plan_says_what_it_is(row: Row, element: str) -> None:
     assert guarantee.bit_stable_on_same_hardware
 
 
-LONGEST = [("QuantizedLinear", "symmetric", 132104), ("QuantizedLinear", "asymmetric", 65793)]
-LONGEST += [("SmoothQuantLinear", "symmetric", 65793)]  # a zero point may come with its arguments
+#: With what the row describes, the longest K whose sums fit 32 bits.
+LONGEST: list[tuple[str, dict[str, object], int]] = [
+    ("QuantizedLinear", {}, 132104),
+    ("QuantizedLinear", {"mode": DynamicRangeMode.ASYMMETRIC}, 65793),
+    ("SmoothQuantLinear", {}, 131071),
+    ("SmoothQuantLinear", {"act_zero_point": 3}, 65793),
+]
 
 
 @pytest.mark.parametrize("backend", [BackendKind.REFERENCE, BackendKind.CPU], ids=lambda kind: kind.value)
-@pytest.mark.parametrize("name, mode, longest", LONGEST)
+@pytest.mark.parametrize("name, changes, longest", LONGEST)
 def test_a_linear_says_when_its_sums_need_more_than_32_bits(
-    name: str, mode: str, longest: int, backend: BackendKind
+    name: str, changes: dict[str, object], longest: int, backend: BackendKind
 ) -> None:
     row = BY_NAME[name]
-    modes = {"mode": DynamicRangeMode(mode)} if name == "QuantizedLinear" else {}
     for k, held_in in ((longest, ElementKind.S32), (longest + 1, ElementKind.S64)):
-        plan = row.plan.select(row.describe(k=k, **modes), PlanPreference(prefer_backend=backend))
+        plan = row.plan.select(row.describe(k=k, **changes), PlanPreference(prefer_backend=backend))
         assert plan.precision_guarantee().accumulator is held_in
         assert plan.sku().precision_guarantee.accumulator is held_in
 

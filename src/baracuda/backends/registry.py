@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Literal, Protocol
 
@@ -14,7 +14,6 @@ from ..errors import Unsupported
 from ..problem import OPS, Problem, epilogue_formula
 from ..types import (
     BackendKind,
-    DynamicRangeMode,
     ElementKind,
     KernelSku,
     MathPrecision,
@@ -48,10 +47,7 @@ def contract(problem: Problem) -> PrecisionGuarantee:
 
 def _accumulator(problem: Problem) -> ElementKind:
     if OPS[problem.op].category is OpCategory.GEMM:
-        # A static linear may be handed a zero point in either mode.
-        given = problem.op is QuantizeKind.SMOOTHQUANT_LINEAR
-        widest = replace(problem, mode=DynamicRangeMode.ASYMMETRIC) if given else problem
-        return ElementKind.S32 if problem.shape[2] <= widest.accumulator_limit else ElementKind.S64
+        return ElementKind.S32 if problem.shape[2] <= problem.accumulator_limit else ElementKind.S64
     if problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
         return ElementKind.F64
     return problem.element.math
