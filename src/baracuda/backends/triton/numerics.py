@@ -296,9 +296,9 @@ def divide_gradient(dy, divisor, reciprocal, F64: tl.constexpr):
         return exact_divide(dy, divisor, F64)
     else:
         least = tl.maximum(reciprocal, 1.0) * 2.0**-98
-        outputs: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
+        registers: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
         operands = [dy, divisor, reciprocal, -divisor, least]
-        return tl.inline_asm_elementwise(GRADIENT_DIVISION, outputs, operands, tl.float32, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(GRADIENT_DIVISION, registers, operands, tl.float32, is_pure=True, pack=4)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------
