@@ -8,7 +8,8 @@ allocation of its own, with a gap behind it, so that a byte too far is in nobody
 notice a kernel that is wrong on purpose: a tool that sees nothing at all would look like success. Nothing is left out
 by name: hardly a kernel runs that is not ours.
 
-The tool comes with the CUDA toolkit, or with `pip install nvidia-cuda-sanitizer-api`; COMPUTE_SANITIZER names another.
+The tool comes with the CUDA toolkit, or with `pip install 'nvidia-cuda-sanitizer-api>=13.4'` (earlier packages lack a
+part of it); COMPUTE_SANITIZER names another.
 """
 
 from __future__ import annotations
@@ -189,8 +190,7 @@ def run_control(tool: str) -> int:
 def sanitizer() -> str:
     """The path of compute-sanitizer: as named, on the path, in the toolkit, or in a Python package."""
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin", *packages.glob("cu*/bin")]
-    folders += [*packages.glob("cu*/compute-sanitizer"), *packages.glob("cuda_sanitizer_api/bin")]
+    folders = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin", *packages.glob("cu*/compute-sanitizer")]
     for found in (os.environ.get("COMPUTE_SANITIZER"), shutil.which("compute-sanitizer")):
         if found:
             return found
@@ -198,7 +198,7 @@ def sanitizer() -> str:
         if (path := folder / "compute-sanitizer").is_file():
             return str(path)
     raise SystemExit(
-        "compute-sanitizer: expected it on PATH, in $CUDA_HOME/bin or from the package nvidia-cuda-sanitizer-api, "
+        "compute-sanitizer: expected it on PATH, in $CUDA_HOME/bin or from nvidia-cuda-sanitizer-api>=13.4, "
         "found none; install one of them, or name it in COMPUTE_SANITIZER"
     )
 
