@@ -110,6 +110,10 @@ def test_a_tool_that_notices_nothing_fails_the_run(
     awake = tool(tmp_path / "awake", f"{controls}\n{summary}")
     assert gpu_sanitize.watched(awake, options) == 0
     assert "ok memcheck: 1 cases, 0 findings" in capsys.readouterr().out
+    monkeypatch.setattr("sys.executable", tool(tmp_path / "wrong", "exit 1"))
+    assert gpu_sanitize.watched(awake, options) == 1
+    said = capsys.readouterr().out
+    assert "FAIL without any tool: see alone-0.log" in said and "ok memcheck" in said
     slow = tool(tmp_path / "slow", f"{controls}\nexec sleep 60")
     options.seconds = 0.5
     assert gpu_sanitize.watched(slow, options) == 1
