@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench sanitize fuzz aarch64 slow soak \
-	package build clean
+.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
+	aarch64 slow soak package build clean
 
 demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
 	$(BIN)/baracuda demo
@@ -49,6 +49,10 @@ gpu-bench:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
 	$(GPU_PYTHON) -m bench gpu --json docs/bench-gpu.json
 	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
+
+gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racecheck; logs in build/gpu-sanitize
+	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
+	$(GPU_PYTHON) tests/gpu_sanitize.py
 
 docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed
 	$(BIN)/python -m docs.site

@@ -12,8 +12,8 @@ from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerTensor, Quant
 from baracuda.problem import Problem
 
 
-def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
-    """torch.compile's kernel for the same formula, unpacked 8-bit ops only."""
+def formula(p: Problem) -> tuple[Callable[..., object], int] | None:
+    """The op in torch, and how many of its operands that takes; unpacked 8-bit ops only."""
     if p.quantized.is_packed:
         return None
     view, math = p.view, p.element.math.dtype
@@ -40,24 +40,37 @@ def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] |
         scale = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high
         return torch.clamp(torch.round(seen / scale), low, high).to(out_type), scale
 
+    def dynamic_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        seen = see(x)
+        least, most = seen.amin(dim=(0, 2), keepdim=True), seen.amax(dim=(0, 2), keepdim=True)
+        scale = (most - least).clamp(min=1e-30) / (high - low)
+        zero_point = low - torch.round(least / scale)
+        q = torch.clamp(torch.round(seen / scale) + zero_point, low, high).to(out_type)
+        return q, scale, zero_point.to(torch.int32)
+
     def fake_backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
         t = torch.round(see(x) / s.view(shape)) + zp.view(shape)
         return torch.where((t >= low) & (t <= high), see(dy), 0.0).to(element)
 
-    bodies: dict[QuantizeKind, tuple[Callable[..., object], tuple[Any, ...]]] = {
-        QuantizeKind.QUANTIZE: (quantize, values[:3]),
-        QuantizeKind.FAKE_QUANTIZE: (fake_quantize, values[:3]),
-        QuantizeKind.DEQUANTIZE: (dequantize, values[:3]),
-        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, values[:4]),
+    bodies: dict[QuantizeKind, tuple[Callable[..., object], int]] = {
+        QuantizeKind.QUANTIZE: (quantize, 3),
+        QuantizeKind.FAKE_QUANTIZE: (fake_quantize, 3),
+        QuantizeKind.DEQUANTIZE: (dequantize, 3),
+        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, 4),
+        QuantizeKind.DYNAMIC_QUANTIZE: (dynamic if p.mode is DynamicRangeMode.SYMMETRIC else dynamic_asymmetric, 1),
     }
-    if p.mode is DynamicRangeMode.SYMMETRIC:
-        bodies[QuantizeKind.DYNAMIC_QUANTIZE] = (dynamic, values[:1])
-    if p.op not in bodies:
+    return bodies.get(p.op)
+
+
+def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
+    """torch.compile's kernel for the same formula."""
+    found = formula(p)
+    if found is None:
         return None
-    body, inputs = bodies[p.op]
+    body, count = found
     torch._dynamo.reset()
     compiled = torch.compile(body, dynamic=False)
-    return lambda: compiled(*inputs)
+    return lambda: compiled(*values[:count])
 
 
 def native_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:

@@ -71,9 +71,9 @@ class Line:
     peers: dict[str, float]
 
 
-def problems(shape: tuple[int, ...], quick: bool, large: bool = True) -> Iterator[tuple[str, Problem]]:
-    """The matrix: every op, scope, element and output; `quick` leaves out what behaves alike. Of `large` problems each
-    reads as much, so that it counts the same how long a launch takes."""
+def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem]]:
+    """The matrix: every op, scope, element and output; `quick` leaves out what behaves alike. No problem reads less
+    than `shape` of 16-bit floats: what a launch costs by itself counts the same for all."""
     for element in (ElementKind.BF16, ElementKind.F32, ElementKind.F16, ElementKind.F64):
         if quick and element in (ElementKind.F16,):
             continue
@@ -83,7 +83,7 @@ def problems(shape: tuple[int, ...], quick: bool, large: bool = True) -> Iterato
                 continue
             for scope_name, scope in SCOPES.items():
                 for kind in _kinds(op, quick):
-                    rows = _rows(shape[0], op, element, kind) if large else shape[0]
+                    rows = _rows(shape[0], op, element, kind)
                     modes = tuple(DynamicRangeMode) if row.dynamic else (DynamicRangeMode.SYMMETRIC,)
                     for mode in modes:
                         low = kind.q_min + (mode is DynamicRangeMode.SYMMETRIC and kind.q_min < 0 and row.dynamic)
@@ -179,17 +179,6 @@ def microseconds(call: Callable[[], object], repeats: int = 8, batches: int = 7)
     return statistics.median(times)
 
 
-def graph_microseconds(call: Callable[[], object], repeats: int = 20) -> float:
-    """The same through a CUDA graph, where the host would be slower than the device."""
-    for _ in range(3):
-        call()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(repeats):
-            call()
-    return microseconds(graph.replay, 1) / repeats
-
-
 def copy_ceiling(device: torch.device, gibibytes: int = 1) -> float:
     """Bytes per microsecond of a device-to-device copy, read plus written."""
     source = torch.randint(0, 255, (gibibytes * 2**30,), dtype=torch.uint8, device=device)
@@ -212,23 +201,20 @@ def verify(p: Problem, plan: SelectedPlan, values: tuple[Any, ...], workspace: T
             raise SystemExit(f"{p}: {OPS[p.op].operands[i].name} differs from the reference in {wrong} elements")
 
 
-def measure(
-    name: str, p: Problem, ceiling: float, device: torch.device, peers: bool, small: bool, check: bool = True
-) -> Line:
+def measure(name: str, p: Problem, ceiling: float, device: torch.device, peers: bool, check: bool = True) -> Line:
     plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
     values = operands(p, device)
     size = plan.workspace_size()
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     if check:
         verify(p, plan, values, workspace)
-    timer = graph_microseconds if small else microseconds
-    elapsed = timer(lambda: plan._launch(values, workspace))
+    elapsed = microseconds(lambda: plan._launch(values, workspace))
     found: dict[str, float] = {}
     if peers:
         for peer, make in PEERS.items():
             call = make(p, values)
             if call is not None:
-                found[peer] = timer(call)
+                found[peer] = microseconds(call)
     rate = moved(p) / elapsed
     bar = 0.85 if name in STRIDED or p.element is ElementKind.F64 else 0.95
     mode = "" if p.mode is DynamicRangeMode.SYMMETRIC else " asymmetric"
@@ -246,11 +232,11 @@ def measure(
     )
 
 
-def compile_ahead(chosen: list[Problem], jobs: int) -> None:
+def compile_ahead(chosen: list[Problem], jobs: int, once: Callable[[Problem], None] | None = None) -> None:
     """Launch every problem once in other processes: what they compile is then in Triton's cache."""
     context = torch.multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(_launch_once, chosen))
+        list(pool.map(once or _launch_once, chosen))
 
 
 def _launch_once(p: Problem) -> None:
@@ -269,10 +255,11 @@ def host_microseconds(device: torch.device) -> float:
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--small", action="store_true", help="4096 x 4096 against torch.compile instead")
+    parser.add_argument("--small", action="store_true", help="4096 x 4096 and below against torch.compile instead")
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
     parser.add_argument("--no-peers", action="store_true", help="ours alone: torch.compile takes a second for each row")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="with --small: begin no row after these")
     parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
 
 
@@ -282,43 +269,46 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise SystemExit("bench gpu: torch sees no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
+    if options.small:
+        from . import _gpu_small
+
+        _gpu_small.main(options, device)
+        return
     ceiling = copy_ceiling(device)
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copy {ceiling / 1e6:.2f} TB/s")
     host = host_microseconds(device)
     print(f"host time of a checked launch: {host:.1f} us")
-    shape = (4096, 4096) if options.small else (16384, 8192)
-    peers = (options.small or not options.quick) and not options.no_peers
+    peers = not options.quick and not options.no_peers
     lines = []
     chosen = [
         (name, p)
-        for name, p in problems(shape, options.quick or options.small, not options.small)
+        for name, p in problems((16384, 8192), options.quick)
         if all(part in _label(name, p) for part in options.only.split(","))
     ]
     if options.jobs > 1:
         compile_ahead([p for _, p in chosen], options.jobs)
     for name, p in chosen:
-        line = measure(name, p, ceiling, device, peers, options.small, not options.no_check)
+        line = measure(name, p, ceiling, device, peers, not options.no_check)
         lines.append(line)
-        print(_row(line, options.small), flush=True)
-    if not options.small:
-        below = [line for line in lines if line.share < line.bar]
-        print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
-    else:
-        slower = [line for line in lines if line.microseconds > line.peers.get("torch.compile", float("inf"))]
-        print(f"{len(slower)} of {len(lines)} slower than torch.compile")
+        print(_row(line), flush=True)
+    below = [line for line in lines if line.share < line.bar]
+    print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
+    rates = {"copy_terabytes": ceiling / 1e6, "host_microseconds": host}
+    write_json(options.json, {**about(device), **rates, "lines": lines})
+
+
+def about(device: torch.device) -> dict[str, Any]:
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    head = {"device": torch.cuda.get_device_name(device), "versions": versions, "date": date.today().isoformat()}
-    write_json(options.json, {**head, "copy_terabytes": ceiling / 1e6, "host_microseconds": host, "lines": lines})
+    return {"device": torch.cuda.get_device_name(device), "versions": versions, "date": date.today().isoformat()}
 
 
 def _label(name: str, p: Problem) -> str:
     return f"{p.op.value}|{name}|{p.element.value}|{p.quantized.value}|{p.mode.value}"
 
 
-def _row(line: Line, small: bool) -> str:
+def _row(line: Line) -> str:
     """One printed row; `!` marks a miss of the bar."""
     peers = " ".join(f"{name} {time / line.microseconds:.2f}x" for name, time in line.peers.items())
-    late = line.microseconds > line.peers.get("torch.compile", float("inf"))
-    miss = "!" if (late if small else line.share < line.bar) else " "
+    miss = "!" if line.share < line.bar else " "
     text = f"{miss} {line.op:34s}{line.scope:18s}{line.element:5s}{line.quantized:4s}"
     return f"{text}{line.microseconds:9.1f} us {line.terabytes:6.2f} TB/s {line.share:6.1%}  {peers}"

@@ -26,16 +26,16 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ),
     ("x is integer", lambda: baracuda.quantize(Q, 1.0), Unsupported, "the float tensor: .*got s8; convert it"),
     (
-        "x is int32",
-        lambda: baracuda.quantize(X.int(), 1.0),
-        Unsupported,
-        r"expected one of f16, bf16, f32, f64, got s32; convert it, as with \.to\(torch\.float32\)",
-    ),
-    (
         "x is int64",
         lambda: baracuda.quantize(X.long(), 1.0),
+        Unsupported,
+        r"expected one of f16, bf16, f32, f64, got s64; convert it, as with \.to\(torch\.float32\)",
+    ),
+    (
+        "x is boolean",
+        lambda: baracuda.quantize(X > 0, 1.0),
         InvalidProblem,
-        r"expected an element kind .*torch\.int64; convert the tensor, as with \.to\(torch\.float32\)",
+        r"expected an element kind .*torch\.bool; convert the tensor, as with \.to\(torch\.float32\)",
     ),
     (
         "x is text",

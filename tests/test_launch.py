@@ -166,8 +166,21 @@ def test_an_output_is_stored_in_words_unless_its_address_is_odd(
     assert "b8" not in stores[0] and "b8" in stores[1], stores
 
 
-def test_a_matrix_the_copy_engine_cannot_address_goes_to_the_portable_kernel(launched: Launched) -> None:
-    p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (8, 256, 4096), ElementKind.BF16, ElementKind.S8, -128, 127)
-    shifted = torch.zeros(8 * 4096 + 1, dtype=torch.int8)[1:].view(8, 4096)
-    launch(p, tensors(p, act_q=shifted))
-    assert [set(kernel.parameters()) >= {"matrix"} for kernel, _ in launched.kernels] == [False]
+@pytest.mark.parametrize("m", [8, 300])
+@pytest.mark.parametrize("odd", [None, "act_q", "weight_q", "residual", "output"])
+def test_a_linear_goes_where_its_sku_says_by_the_addresses_it_is_given(
+    launched: Launched, odd: str | None, m: int
+) -> None:
+    from baracuda.backends.triton.linear import KERNELS
+
+    p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (m, 256, 4096), ElementKind.BF16, ElementKind.S8, -128, 127)
+    given = dict(zip((o.name for o in OPS[p.op].operands), tensors(p), strict=True))
+    given["residual"] = torch.zeros(m, 256, dtype=torch.bfloat16)
+    if odd is not None:
+        given[odd] = torch.zeros(given[odd].numel() + 1, dtype=given[odd].dtype)[1:].view(given[odd].shape)
+    launch(p, tuple(given.values()))
+    by_copy_engine = {"matrix" in kernel.parameters() for kernel, _ in launched.kernels[:1]}
+    assert by_copy_engine == {odd is None}
+    assert [kernel.name for kernel in KERNELS] == ["hopper", "matmul"]
+    epilogue = KERNELS[0].epilogue(p, GPU)
+    assert epilogue is not None and epilogue.endswith("; matmul where an address is not a multiple of 16")

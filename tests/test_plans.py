@@ -19,6 +19,7 @@ import baracuda
 from baracuda import (
     Activation,
     BackendKind,
+    DynamicRangeMode,
     ElementKind,
     MathPrecision,
     OpCategory,
@@ -132,6 +133,27 @@ def test_a_plan_says_what_it_is(row: Row, element: str) -> None:
     assert guarantee.matches_reference
     assert guarantee.deterministic
     assert guarantee.bit_stable_on_same_hardware
+
+
+#: With what the row describes, the longest K whose sums fit 32 bits.
+LONGEST: list[tuple[str, dict[str, object], int]] = [
+    ("QuantizedLinear", {}, 132104),
+    ("QuantizedLinear", {"mode": DynamicRangeMode.ASYMMETRIC}, 65793),
+    ("SmoothQuantLinear", {}, 131071),
+    ("SmoothQuantLinear", {"act_zero_point": 3}, 65793),
+]
+
+
+@pytest.mark.parametrize("backend", [BackendKind.REFERENCE, BackendKind.CPU], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("name, changes, longest", LONGEST)
+def test_a_linear_says_when_its_sums_need_more_than_32_bits(
+    name: str, changes: dict[str, object], longest: int, backend: BackendKind
+) -> None:
+    row = BY_NAME[name]
+    for k, held_in in ((longest, ElementKind.S32), (longest + 1, ElementKind.S64)):
+        plan = row.plan.select(row.describe(k=k, **changes), PlanPreference(prefer_backend=backend))
+        assert plan.precision_guarantee().accumulator is held_in
+        assert plan.sku().precision_guarantee.accumulator is held_in
 
 
 @every_plan

@@ -35,6 +35,7 @@ class ElementKind(_Member):
     S4 = "s4"
     U4 = "u4"
     S32 = "s32"
+    S64 = "s64"
 
     dtype: torch.dtype
     bits: int
@@ -75,6 +76,7 @@ _ATTRIBUTES: dict[ElementKind, tuple[torch.dtype, int, int, int, float, str]] = 
     ElementKind.S4: (torch.uint8, 4, -8, 7, 0.0, "int4"),
     ElementKind.U4: (torch.uint8, 4, 0, 15, 0.0, "uint4"),
     ElementKind.S32: (torch.int32, 32, -(2**31), 2**31 - 1, 0.0, "int32"),
+    ElementKind.S64: (torch.int64, 64, -(2**63), 2**63 - 1, 0.0, "int64"),
 }
 _KINDS: dict[object, ElementKind] = {}
 for _kind, (_dtype, _bits, _low, _high, _smallest, _long_name) in _ATTRIBUTES.items():
@@ -155,6 +157,7 @@ class PrecisionGuarantee:
     """What a plan promises about its bits; the tests try to falsify every field."""
 
     math_precision: MathPrecision
+    #: What sums are held in. Of a linear: the narrowest integer that none of its sums can leave; s64 for a long K.
     accumulator: ElementKind
     bit_stable_on_same_hardware: bool = True
     deterministic: bool = True

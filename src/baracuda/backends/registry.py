@@ -40,12 +40,17 @@ Strides = Literal["any", "rows", "contiguous"]
 def contract(problem: Problem) -> PrecisionGuarantee:
     """The numerical contract's guarantee: a kernel that keeps it says so, one that cannot declines."""
     f64 = problem.element is ElementKind.F64
-    integer_sums = OPS[problem.op].category is OpCategory.GEMM
-    float_sums = problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD
     return PrecisionGuarantee(
-        math_precision=MathPrecision.F64 if f64 else MathPrecision.F32,
-        accumulator=ElementKind.S32 if integer_sums else ElementKind.F64 if float_sums else problem.element.math,
+        math_precision=MathPrecision.F64 if f64 else MathPrecision.F32, accumulator=_accumulator(problem)
     )
+
+
+def _accumulator(problem: Problem) -> ElementKind:
+    if OPS[problem.op].category is OpCategory.GEMM:
+        return ElementKind.S32 if problem.shape[2] <= problem.accumulator_limit else ElementKind.S64
+    if problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
+        return ElementKind.F64
+    return problem.element.math
 
 
 def _no_workspace(problem: Problem, device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -146,16 +147,8 @@ def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> 
     """The quantization by scales that are now known, where there is something to quantize."""
     if problem.op is QuantizeKind.CHOOSE_QPARAMS:
         return []
-    static = Problem(
-        QuantizeKind.FAKE_QUANTIZE if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else QuantizeKind.QUANTIZE,
-        problem.shape,
-        problem.element,
-        problem.quantized,
-        problem.q_min,
-        problem.q_max,
-        problem.scope,
-        arithmetic=problem.arithmetic,
-    )
+    fake = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE
+    static = replace(problem, op=QuantizeKind.FAKE_QUANTIZE if fake else QuantizeKind.QUANTIZE)
     step = elementwise_step(static, device, again=True)
     return [] if step is None else [bound_forward(step, *sources)]
 

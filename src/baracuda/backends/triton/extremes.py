@@ -50,7 +50,7 @@ def number(x, SYMMETRIC: tl.constexpr):
     if x.dtype == tl.int64:
         return (x if SYMMETRIC else x ^ ((x >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
     else:
-        return x
+        return widen(x, False)
 
 
 @triton.jit
@@ -174,30 +174,10 @@ def wider(
     return lows if SYMMETRIC else lower(lows, low), higher(highs, high)
 
 
-def _of_vector(instruction: str) -> str:
-    """PTX for eight 16-bit floats in four registers: each becomes the extreme of those at its place in a pair."""
-    steps = [f"{instruction} {operands};" for operands in ("$0, $4, $5", "$1, $6, $7", "$0, $0, $1")]
-    return " ".join(["{", *steps, *(f"mov.b32 ${i}, $0;" for i in (1, 2, 3)), "}"])
-
-
-HIGHEST_OF_VECTOR = tl.constexpr(_of_vector("max.NaN.bf16x2"))
-LOWEST_OF_VECTOR = tl.constexpr(_of_vector("min.NaN.bf16x2"))
-
-
-@triton.jit
-def of_vector(x, HIGH: tl.constexpr):
-    """Each of eight neighbours the highest or lowest of four. Of bf16: the compiler would widen them first."""
-    if x.dtype == tl.bfloat16 and x.shape[1] >= 8:
-        asm: tl.constexpr = HIGHEST_OF_VECTOR if HIGH else LOWEST_OF_VECTOR
-        return tl.inline_asm_elementwise(asm, "=&r,=&r,=&r,=&r,r,r,r,r", [x], x.dtype, is_pure=True, pack=8)
-    else:
-        return x
-
-
 @triton.jit
 def span_of(lows, highs, axis: tl.constexpr, SYMMETRIC: tl.constexpr):
     """(low, high) along an axis, in the math type; symmetric: twice the largest magnitude."""
-    if highs.dtype != tl.int64:
+    if highs.dtype == tl.float16:  # its maximum with NaN takes more instructions than to widen it
         lows, highs = widen(lows, False), widen(highs, False)
     high = number(largest(highs, axis), SYMMETRIC)
     low = high if SYMMETRIC else number(smallest(lows, axis), SYMMETRIC)

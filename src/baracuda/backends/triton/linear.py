@@ -264,7 +264,7 @@ def _describe_hopper(p: Problem, device: torch.device) -> str:
     else:
         cut = p.mode is DynamicRangeMode.SYMMETRIC
         schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device), cut))
-    return f"{epilogue_formula(p)}; {schedule}"
+    return f"{epilogue_formula(p)}; {schedule}; matmul where an address is not a multiple of 16"
 
 
 def _arch(device: torch.device) -> str:

@@ -120,14 +120,20 @@ def at_most(y, high):
 
 @triton.jit
 def larger(a, b):
-    """The larger of both, or NaN; of floats or of what `ordered` makes of them."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    """The larger of both, or NaN; of floats or of integers in their order."""
+    if a.dtype == tl.bfloat16:  # which `tl.maximum` would widen
+        return tl.inline_asm_elementwise("max.NaN.bf16 $0, $1, $2;", "=h,h,h", [a, b], a.dtype, is_pure=True, pack=1)
+    else:
+        return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def smaller(a, b):
     """The smaller of both, or NaN."""
-    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+    if a.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("min.NaN.bf16 $0, $1, $2;", "=h,h,h", [a, b], a.dtype, is_pure=True, pack=1)
+    else:
+        return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -321,9 +327,9 @@ def divide_gradient(dy, divisor, reciprocal, F64: tl.constexpr):
         return exact_divide(dy, divisor, F64)
     else:
         least = tl.maximum(reciprocal, 1.0) * 2.0**-98
-        outputs: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
+        registers: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
         operands = [dy, divisor, reciprocal, -divisor, least]
-        return tl.inline_asm_elementwise(GRADIENT_DIVISION, outputs, operands, tl.float32, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(GRADIENT_DIVISION, registers, operands, tl.float32, is_pure=True, pack=4)
 
 
 # -- rounding ----------------------------------------------------------------------------------------------------

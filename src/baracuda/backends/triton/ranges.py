@@ -22,7 +22,6 @@ from .extremes import (
     load_parts,
     lower,
     nothing_yet,
-    of_vector,
     span_of,
     wider,
 )
@@ -131,8 +130,6 @@ def rows(
     place = (start, 0, line, lines, width, 0)
     parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, COLS, 0, masked, PARTS, COLS)
-    if not masked:  # whole vectors
-        lows, highs = of_vector(lows, False), of_vector(highs, True)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
     dtype: tl.constexpr = scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(

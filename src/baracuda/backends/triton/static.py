@@ -88,7 +88,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "LINES": tile.lines,
         "COLS": tile.columns,
         "VECTOR": tile.vector if tile.lines == 1 else 0,  # with a vector a thread there is nothing to limit
-        "EACH": together(problem, tile, bool(constants["PACKED"])),
+        "EACH": together(problem, tile, is_packed),
     }
     programs = blocks_of(lines, tile.lines) * blocks
     unaligned = one_by_one(constants)
@@ -107,15 +107,19 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
 
 def pairs_line_up(problem: Problem) -> bool:
     """Whether no packed pair straddles the rows of the tensor or the lines of its view."""
-    width = problem.view.inner if problem.view.inner > 1 else problem.view.run
-    return bool(problem.shape) and problem.shape[-1] % 2 == 0 and width % 2 == 0
+    return bool(problem.shape) and problem.shape[-1] % 2 == 0 and _line_length(problem) % 2 == 0
 
 
 def together(problem: Problem, tile: tune.Tile, pairs: bool) -> int:
     """How many neighbours leave a thread in one word: those of a vector, up to 32 bits, if no line ends inside."""
-    width = problem.view.inner if problem.view.inner > 1 else problem.view.run
+    length = _line_length(problem)
     most = min(tile.vector or 1, tile.columns, 8 if pairs else 4)
-    return max(min(most, width & -width), 2 if pairs else 1)
+    return max(min(most, length & -length), 2 if pairs else 1)
+
+
+def _line_length(problem: Problem) -> int:
+    """Of the lines a kernel walks: neighbours in memory that share a scale, or have one each."""
+    return problem.view.inner if problem.view.inner > 1 else problem.view.run
 
 
 def one_by_one(constants: dict[str, Any]) -> dict[str, Any]:
