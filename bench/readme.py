@@ -53,12 +53,11 @@ SCOPES = ["tensor", "token", "channel 0", "channel -1", "group 128", "group 128 
 def gpu_section(run: Run) -> str:
     lines = run["lines"]
     reached = sum(line["share"] >= line["bar"] for line in lines)
-    size = " x ".join(map(str, lines[0]["shape"]))
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     shares = {(x["op"], x["scope"]): x["share"] for x in lines if (x["element"], x["quantized"]) == ("bf16", "s8")}
     text = [
-        f"{run['device']}, {versions}, {run['date']}, {run.get('runs', 'one run')}, {size} elements, bf16 and s8: the "
-        f"share of what a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
+        f"{run['device']}, {versions}, {run['date']}, one run, 256 MiB or more to read, bf16 and s8: the share of what "
+        f"a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
         "rows reach their bar, 95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
         f"{run['host_microseconds']:.1f} us of the host.",
         "",
