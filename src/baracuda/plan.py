@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -52,16 +53,20 @@ class SelectedPlan:
             spec and prod(spec[0]) * spec[2].itemsize >= LARGE for spec in self._output_specs
         )
 
-    def allocate_outputs(self, dtype: torch.dtype | None = None) -> tuple[Tensor | None, ...]:
-        """Fresh outputs in the order of the op's row; None for those this problem can do without.
+    def storing(self, dtype: torch.dtype) -> Self:
+        """This plan with its last output stored as another float type, which spares a pass; itself where it cannot."""
+        last = self._output_specs[-1]
+        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32 and dtype.itemsize == 2
+        if not narrows or last is None:
+            return self
+        made = copy(self)
+        made._output_specs = (*self._output_specs[:-1], (*last[:2], dtype))
+        return made
 
-        `dtype` is for the last one, where it is not to have its own.
-        """
+    def allocate_outputs(self) -> tuple[Tensor | None, ...]:
+        """Fresh outputs in the order of the op's row; None for those this problem can do without."""
         device, empty = self.device, torch.empty_strided  # what torch.empty returns, in two thirds of the time
-        specs = self._output_specs
-        if dtype is not None and (last := specs[-1]) is not None:
-            specs = (*specs[:-1], (*last[:2], dtype))
-        outputs = tuple([spec and empty(spec[0], spec[1], dtype=spec[2], device=device) for spec in specs])
+        outputs = tuple([spec and empty(spec[0], spec[1], dtype=spec[2], device=device) for spec in self._output_specs])
         if self._large_on_cpu:
             for output in outputs:
                 if output is not None and output.nbytes >= LARGE:
@@ -103,16 +108,6 @@ class SelectedPlan:
         outputs = self.allocate_outputs()
         self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)
         return outputs
-
-    def compute_as(self, dtype: torch.dtype, inputs: tuple[Value, ...]) -> Tensor:
-        """The last output of `compute` as another float type: stored so where the kernel can, which spares a pass."""
-        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32 and dtype.itemsize == 2
-        if not narrows or not self._fits(inputs):
-            computed: Tensor = self.compute(inputs)[-1]
-            return computed if computed.dtype is dtype else computed.to(dtype)
-        outputs = self.allocate_outputs(dtype)
-        self._launch(inputs + outputs, self.allocate_workspace())
-        return cast(Tensor, outputs[-1])
 
     def arrange(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
         """The operands with strides the kernel takes; of a row, inputs come first and may keep their row stride."""
