@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from baracuda import BackendKind, ElementKind, PerChannel, PerTensor, PerToken, PlanPreference, QuantizeKind
+from baracuda import (
+    BackendKind,
+    ElementKind,
+    PerChannel,
+    PerTensor,
+    PerToken,
+    PlanPreference,
+    QuantizeKind,
+)
 from baracuda.plan import SelectedPlan
 from baracuda.problem import Problem
 from cases import floats
@@ -13,17 +21,26 @@ LAYOUTS = [((6, 256), PerChannel(0)), ((5, 33), PerToken()), ((40, 70), PerChann
 
 
 def assert_kernels_store_16_bits(device: torch.device | str) -> None:
-    device = torch.device(device)
     for shape, scope in LAYOUTS:
         for op in (QuantizeKind.FAKE_QUANTIZE, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
             p = Problem(op, shape, ElementKind.F32, ElementKind.S8, -127, 127, scope)
-            x, scale = floats("edges", shape, p.element, 1), torch.full(p.segment_shape, 0.0123)
-            inputs = (x, scale, None) if op is QuantizeKind.FAKE_QUANTIZE else (x,)
-            there = tuple(None if value is None else value.to(device) for value in inputs)
-            plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
+            plan, dtypes = plan_for(p, device), (torch.bfloat16, torch.float16, torch.float32)
             assert plan.kernel.narrows
-            expected = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=BackendKind.REFERENCE))
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                got, wanted = plan.storing(dtype).compute(there)[-1].cpu(), expected.compute(inputs)[-1].to(dtype)
-                assert got.dtype is dtype
-                torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+            for dtype in dtypes:
+                _assert_alone(plan, dtype)
+
+
+def plan_for(problem: Problem, device: torch.device | str, backend: str = "triton") -> SelectedPlan:
+    return SelectedPlan(problem, torch.device(device), PlanPreference(prefer_backend=BackendKind(backend)))
+
+
+def _assert_alone(plan: SelectedPlan, dtype: torch.dtype) -> None:
+    """The plan's last output alone is that of the reference, as `dtype`."""
+    p = plan.problem
+    x, scale = floats("edges", p.shape, p.element, 1), torch.full(p.segment_shape, 0.0123)
+    inputs = (x, scale, None) if p.op is QuantizeKind.FAKE_QUANTIZE else (x,)
+    there = tuple(None if value is None else value.to(plan.device) for value in inputs)
+    got = plan.only("output", dtype=dtype).compute(there)[-1].cpu()
+    wanted = plan_for(p, "cpu", "reference").compute(inputs)[-1].to(dtype)
+    assert got.dtype is dtype
+    torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)

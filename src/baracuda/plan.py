@@ -53,14 +53,22 @@ class SelectedPlan:
             spec and prod(spec[0]) * spec[2].itemsize >= LARGE for spec in self._output_specs
         )
 
-    def storing(self, dtype: torch.dtype) -> Self:
-        """This plan with its last output stored as another float type, which spares a pass; itself where it cannot."""
-        last = self._output_specs[-1]
-        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32 and dtype.itemsize == 2
-        if not narrows or last is None:
-            return self
+    def only(self, *read: str, dtype: torch.dtype | None = None) -> Self:
+        """This plan for whoever reads these outputs alone: its kernel does without the others as far as it can.
+
+        `dtype` is another float type for the last output; where the kernel cannot store it, the output keeps its own.
+        """
+        operands, spared = OPS[self.problem.op].operands, self.kernel.spares(self.problem, self.device)
+        names = [operands[i].name for i in self.output_indices]
+        specs = [
+            None if name in spared and name not in read else spec
+            for name, spec in zip(names, self._output_specs, strict=True)
+        ]
+        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32
+        if dtype is not None and dtype.itemsize == 2 and narrows and (last := specs[-1]) is not None:
+            specs[-1] = (*last[:2], dtype)
         made = copy(self)
-        made._output_specs = (*self._output_specs[:-1], (*last[:2], dtype))
+        made._output_specs = tuple(specs)
         return made
 
     def allocate_outputs(self) -> tuple[Tensor | None, ...]:

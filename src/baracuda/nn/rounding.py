@@ -18,7 +18,7 @@ from ..functional import dynamic_key
 from ..ops import rounded
 from ..plan import SelectedPlan
 from ..problem import fake_storage
-from ..types import ElementKind, QuantizeKind
+from ..types import DynamicRangeMode, ElementKind, QuantizeKind
 
 if TYPE_CHECKING:
     from .fake_quantize import FakeQuantize
@@ -39,12 +39,12 @@ class Rounding:
         self.finds_scale = fake.stores_scales_of(x) and (fake.clips_nothing or not recorded)
         if self.finds_scale:
             self.key = dynamic_key(x.dtype, fake.scope, scale_dtype=None, **fake.range_options())
-            self.plan = self._plan(QuantizeKind.DYNAMIC_FAKE_QUANTIZE).storing(dtype)
+            self.plan = self._plan(QuantizeKind.DYNAMIC_FAKE_QUANTIZE).only("output", dtype=dtype)
         else:
             element, low, high = ElementKind.of(x.dtype), fake.q_min, fake.q_max
             self.key = static_key(element, fake_storage(low, high), low, high, fake.scope, fake.arithmetic)
-            self.plan = self._plan(QuantizeKind.FAKE_QUANTIZE).storing(dtype)
-            self.factor = fake.gradient_factor(x)
+            self.plan = self._plan(QuantizeKind.FAKE_QUANTIZE).only("output", dtype=dtype)
+            self.factor, self.asymmetric = fake.gradient_factor(x), fake.mode is DynamicRangeMode.ASYMMETRIC
 
     def found(self, x: Tensor) -> Tensor:
         """x rounded by the scale found in it."""
@@ -74,7 +74,8 @@ class Rounding:
 
     @cached_property
     def _learned(self) -> SelectedPlan:
-        return self._plan(_LEARNED)
+        plan = self._plan(_LEARNED)
+        return plan if self.asymmetric else plan.only("grad_input", "grad_scale")
 
     def _plan(self, op: QuantizeKind) -> SelectedPlan:
         return cached_plan(self.device, op, self.shape, *self.key)

@@ -113,6 +113,7 @@ KERNELS: tuple[Kernel, ...] = (
         bind=_bind_learned,
         workspace=_learned_workspace,
         arch=arch,
+        spares=lambda problem, device: ("grad_zero_point",),
     ),
     *LINEAR,
 )
