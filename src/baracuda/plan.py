@@ -36,7 +36,8 @@ class SelectedPlan:
         self.segment_shape = problem.segment_shape
         self.kernel = choose(problem, device, preference)
         self._check = Checker(problem, device, self.kernel.strides)
-        self._fits = self._check.fits
+        #: Whether operands, or the first few, surely fit; False leaves the answer to a thorough check.
+        self.fits = self._check.fits
         self._launch = self.kernel.bind(problem, device)
         self._workspace_size = self.kernel.workspace(problem, device)
         operands = OPS[problem.op].operands
@@ -99,7 +100,7 @@ class SelectedPlan:
 
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
         """Check and run, with the operands in the order of the op's row."""
-        if not self._fits(operands):
+        if not self.fits(operands):
             self._check(operands)
         if self._workspace_size and not self._check.holds(workspace, self._workspace_size, WORKSPACE_ALIGNMENT):
             self._check_workspace(workspace)
@@ -111,7 +112,7 @@ class SelectedPlan:
 
     def compute(self, inputs: tuple[Value, ...]) -> tuple[Any, ...]:
         """Check the inputs and run into fresh outputs; inputs whose strides the kernel does not take are copied."""
-        if not self._fits(inputs) and not self._check.fit(inputs):
+        if not self.fits(inputs) and not self._check.fit(inputs):
             inputs = self.arrange(inputs)
         outputs = self.allocate_outputs()
         self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)

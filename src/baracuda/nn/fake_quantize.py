@@ -83,30 +83,31 @@ class FakeQuantize(nn.Module):
             self.register_buffer("zero_point", zeros.to(torch.int32) if asymmetric else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.strategy == "dynamic" and not self.enabled:
-            return x
-        watching = audience(x)
-        ready = self._ready_for(x, watching == "autograd") if self.enabled and watching != "torch" else None
-        if ready is not None:
-            if ready.finds_scale:
-                return ready.found(x)
-        elif self.stores_scales_of(x):
+        ready = self._ready_for(x)
+        if ready is not None and ready.finds_scale:
+            return ready.found(x)
+        if self.strategy == "dynamic":
+            if not self.enabled:
+                return x
             recorded = x.requires_grad and torch.is_grad_enabled()
-            if self.clips_nothing or not recorded:
+            if ready is None and self.stores_scales_of(x) and (self.clips_nothing or not recorded):
                 y = dynamic_fake_quantize(x, scope=self.scope, **self.range_options())
                 return straight_through(x, y) if recorded else y
         scale, zero_point = self.qparams(x)
         if not self.enabled:
             return x
-        if ready is not None and audience(scale, zero_point) != "torch" and scale.shape == ready.plan.segment_shape:
+        if ready is not None and ready.plan.fits((x, scale)):
             return ready.given(x, scale, zero_point)
         return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
-    def _ready_for(self, x: Tensor, recorded: bool) -> Rounding:
-        """What a call does to tensors like x, worked out anew after any change of the settings."""
+    def _ready_for(self, x: Tensor) -> Rounding | None:
+        """What a call does to plain tensors like x, worked out anew after any change of the settings."""
+        watching = audience(x)
+        if watching == "torch" or not self.enabled:
+            return None
+        ready, recorded = self._rounding, watching == "autograd"
         dtype = autocast_dtype(x) if self.as_operand else x.dtype
-        ready = self._rounding
-        if ready is None or ready.kind != (x.shape, x.dtype, x.device, dtype, recorded):
+        if ready is None or ready.dtype is not dtype or ready.recorded is not recorded or not ready.suits(x):
             ready = self.__dict__["_rounding"] = Rounding(self, x, dtype, recorded)
         return ready
 

@@ -32,9 +32,8 @@ class Rounding:
     """A FakeQuantize as its settings are now."""
 
     def __init__(self, fake: FakeQuantize, x: Tensor, dtype: torch.dtype, recorded: bool) -> None:
-        #: What it is for: such tensors, their rounded values as `dtype`, and whether a gradient is to reach x.
-        self.kind = (x.shape, x.dtype, x.device, dtype, recorded)
-        self.shape, self.device, self.dtype, self.recorded = x.shape, x.device, dtype, recorded
+        """For tensors like x, their rounded values as `dtype`, and a gradient that is to reach x or not."""
+        self.kind, self.dtype, self.recorded = (x.shape, x.dtype, x.device), dtype, recorded
         #: Whether one kernel finds the scale and uses it. The gradient, if any, then passes straight through.
         self.finds_scale = fake.stores_scales_of(x) and (fake.clips_nothing or not recorded)
         if self.finds_scale:
@@ -45,6 +44,10 @@ class Rounding:
             self.key = static_key(element, fake_storage(low, high), low, high, fake.scope, fake.arithmetic)
             self.plan = self._plan(QuantizeKind.FAKE_QUANTIZE).only("output", dtype=dtype)
             self.factor, self.asymmetric = fake.gradient_factor(x), fake.mode is DynamicRangeMode.ASYMMETRIC
+
+    def suits(self, x: Tensor) -> bool:
+        """Whether x is like the tensors it is for."""
+        return self.plan.fits((x,)) or self.kind == (x.shape, x.dtype, x.device)
 
     def found(self, x: Tensor) -> Tensor:
         """x rounded by the scale found in it."""
@@ -78,7 +81,8 @@ class Rounding:
         return plan if self.asymmetric else plan.only("grad_input", "grad_scale")
 
     def _plan(self, op: QuantizeKind) -> SelectedPlan:
-        return cached_plan(self.device, op, self.shape, *self.key)
+        shape, _, device = self.kind
+        return cached_plan(device, op, shape, *self.key)
 
 
 def _straight_through(x: Tensor, y: Tensor) -> Tensor:
@@ -100,8 +104,9 @@ class _Rounded(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Where a gradient's type is not that of its tensor, autograd itself converts it."""
         x, scale, zero_point = ctx.saved_tensors
-        learned = any(ctx.needs_input_grad[2:])
-        return None, *ctx.rounding.gradients(dy.to(x.dtype), x, scale, zero_point, learned=learned)
+        dy = dy if dy.dtype is x.dtype else dy.to(x.dtype)
+        _, _, to_scale, to_zero_point = ctx.needs_input_grad
+        return None, *ctx.rounding.gradients(dy, x, scale, zero_point, learned=to_scale or to_zero_point)
 
 
 #: `apply` without its search for transforms, which plain tensors are not under.
