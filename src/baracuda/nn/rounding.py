@@ -87,8 +87,7 @@ class Rounding:
 
 def _straight_through(x: Tensor, y: Tensor) -> Tensor:
     """y with the gradient of x, and no node of Python: a copy of x to where it is moves nothing, and is recorded."""
-    carrier = x.data
-    carrier.copy_(x)
+    carrier = x.data.copy_(x)
     carrier.data = y
     return carrier
 
