@@ -1,11 +1,14 @@
-"""Fake-quantized f32 values stored as 16-bit floats: the bits of the reference, converted."""
+"""Fake-quantized f32 values stored as 16-bit floats, and no scales where nobody reads them: the reference's bits."""
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 
 from baracuda import (
     BackendKind,
+    DynamicRangeMode,
     ElementKind,
     PerChannel,
     PerTensor,
@@ -28,6 +31,22 @@ def assert_kernels_store_16_bits(device: torch.device | str) -> None:
             assert plan.kernel.narrows
             for dtype in dtypes:
                 _assert_alone(plan, dtype)
+
+
+def assert_scales_nobody_reads_are_not_stored(device: torch.device | str) -> None:
+    f32, f64, bf16 = ElementKind.F32, ElementKind.F64, ElementKind.BF16
+    for (shape, scope), mode in product(LAYOUTS, DynamicRangeMode):
+        for element, stored in ((f32, f32), (f64, f64), (bf16, f32), (bf16, bf16)):
+            p = Problem(
+                QuantizeKind.DYNAMIC_FAKE_QUANTIZE, shape, element, ElementKind.S8, -127, 127, scope, mode,
+                scale_element=stored,
+            )  # fmt: skip
+            plan = plan_for(p, device)
+            _assert_alone(plan, element.dtype)
+            *scales, y = plan.only("output").allocate_outputs()
+            # Of a whole tensor one kernel finds the scale and another one reads it.
+            spared = stored is element.math and not isinstance(scope, PerTensor)
+            assert y is not None and (scales == [None, None]) is spared
 
 
 def plan_for(problem: Problem, device: torch.device | str, backend: str = "triton") -> SelectedPlan:
