@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> None:
     )
     content: dict[str, Any] = {"fake_quantize": rows, "learned": learned, "calls": calls}
     if torch.cuda.is_available():
-        content["steps"] = [row for rows in qat_step.measured(60.0, options.quick) for row in rows]
+        content["steps"] = list(qat_step.measured(60.0, options.quick))
         bars += qat_step.bars_of(content["steps"])
     show_bars(bars)
     write_json(options.json, {**content, "bars": bars})

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import baracuda
 
-from .common import Bar, Body, arguments, show_bars, table, write_json
+from .common import Bar, Body, arguments, show_bars, write_json
 
 #: How a model is prepared; float is as it comes.
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -84,29 +84,16 @@ def step_of(module: Callable[[Tensor], Tensor], parameters: Iterator[nn.Paramete
     return step
 
 
-def steps(
-    way: str, size: int, tokens: int, left: Callable[[], float], variants: Sequence[str] = tuple(VARIANTS)
-) -> dict[str, Body]:
-    """The variants' steps, warm; those there is no time to compile are left out."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
-    x = torch.randn(8, tokens, size, device="cuda")
-    found, longest = {}, 0.0
-    for name in variants:
-        if found and left() < longest + 5:
-            break
-        start, module = time.perf_counter(), prepared(model, VARIANTS[name])
-        compiling = WAYS[way]
-        if compiling is not None:
-            step_of(module, module.parameters(), x)()  # learned scales start from a batch, which no graph holds
-        called = module if compiling is None else torch.compile(module, **compiling)
-        found[name] = step_of(called, module.parameters(), x)
-        for _ in range(4):
-            found[name]()
-        torch.cuda.synchronize()
-        longest = max(longest, time.perf_counter() - start)
-    return found
+def warm_step(way: str, model: nn.Module, name: str, x: Tensor) -> Body:
+    """A variant's step, compiled where the way says so, and run a few times."""
+    module, compiling = prepared(model, VARIANTS[name]), WAYS[way]
+    if compiling is not None:
+        step_of(module, module.parameters(), x)()  # learned scales start from a batch, which no graph holds
+    step = step_of(module if compiling is None else torch.compile(module, **compiling), module.parameters(), x)
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    return step
 
 
 def wall_times(found: dict[str, Body], repeats: int, batch: int = 5) -> dict[str, float]:
@@ -134,8 +121,11 @@ def gpu_time(step: Body, batch: int = 3) -> float:
 
 def measured(
     seconds: float, quick: bool, ways: Sequence[str] = tuple(WAYS), variants: Sequence[str] = tuple(VARIANTS)
-) -> Iterator[list[Row]]:
-    """The rows of each way and size, in the order of `ORDER` and for as long as there is time."""
+) -> Iterator[Row]:
+    """The rows in the order of `ORDER`, said as they come and for as long as there is time.
+
+    Each variant takes turns with float; one that there may be no time to compile is left out.
+    """
     start = time.perf_counter()
 
     def left() -> float:
@@ -143,21 +133,34 @@ def measured(
 
     for way, which in (each for each in ORDER if each[0] in ways):
         size, tokens = (256, 64) if quick else SIZES[which]
-        found = steps(way, size, tokens, left, variants)
-        wall = wall_times(found, 2 if quick else 9)
-        gpu = {name: gpu_time(step) for name, step in found.items()}
-        rows = [
-            Row(way, size, name, t, (t / wall["float"] - 1) * 100, gpu[name], (gpu[name] / gpu["float"] - 1) * 100)
-            for name, t in wall.items()
-        ]
-        header = ["step", "ms", "added %", "GPU ms", "added %"]
-        title = f"training step of four transformer layers of size {size}, 8 x {tokens} tokens, {way}"
-        table(title, header, [list(vars(row).values())[2:] for row in rows])
-        yield rows
-        del found
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer(size, size // 128) for _ in range(4))).cuda()
+        x = torch.randn(8, tokens, size, device="cuda")
+        print(f"\ntraining step of four transformer layers of size {size}, 8 x {tokens} tokens, {way}", flush=True)
+        base, step, gpu_base, longest = None, None, 0.0, 0.0
+        for name in variants:
+            if left() < longest + 5:
+                break
+            began = time.perf_counter()
+            step = warm_step(way, model, name, x)
+            longest = max(longest, time.perf_counter() - began)
+            base, gpu_ms = base or step, gpu_time(step)
+            gpu_base = gpu_base or gpu_ms
+            wall = wall_times({"float": base, name: step}, 2 if quick else 9)
+            row = Row(way, size, name, wall[name], added(wall[name], wall["float"]), gpu_ms, added(gpu_ms, gpu_base))
+            print(
+                f"{name:8}{row.ms:8.2f} ms, {row.added:+6.1f} %; GPU {gpu_ms:.2f} ms, {row.gpu_added:+.1f} %",
+                flush=True,
+            )
+            yield row
+        del base, step
         torch.cuda.empty_cache()
-        if left() < 10:
-            return
+
+
+def added(time: float, base: float) -> float:
+    """Percent."""
+    return (time / base - 1) * 100
 
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
@@ -179,7 +182,7 @@ def main(argv: Sequence[str]) -> None:
         print("needs a CUDA GPU")
         return
     rows: list[Row] = []
-    for more_rows in measured(options.seconds, options.quick, options.ways, options.variants):
-        rows += more_rows
+    for row in measured(options.seconds, options.quick, options.ways, options.variants):
+        rows.append(row)
         write_json(options.json, {"steps": rows, "bars": bars_of(rows)})
     show_bars(bars_of(rows))

@@ -14,6 +14,7 @@ import torch
 from fake_cuda import Fake, build
 
 from baracuda import Activation, DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
+from baracuda.backends.registry import Kernel
 from baracuda.problem import OPS, Problem, needed
 
 pytest.importorskip("triton")
@@ -88,11 +89,15 @@ def tensors(p: Problem, **given: Any) -> tuple[Any, ...]:
     return tuple(values)
 
 
-def launch(p: Problem, values: tuple[Any, ...]) -> None:
-    """On the GPU that is not there, from tensors that are elsewhere."""
+def kernel_of(p: Problem) -> Kernel:
     from baracuda.backends.triton import KERNELS
 
-    kernel = next(kernel for kernel in KERNELS if p.op in kernel.ops)
+    return next(kernel for kernel in KERNELS if p.op in kernel.ops)
+
+
+def launch(p: Problem, values: tuple[Any, ...]) -> None:
+    """On the GPU that is not there, from tensors that are elsewhere."""
+    kernel = kernel_of(p)
     workspace = torch.empty(max(kernel.workspace(p, GPU), 1), dtype=torch.uint8)
     bound = kernel.bind(p, GPU)
     bound(values, workspace)
@@ -106,6 +111,7 @@ def test_every_kernel_is_given_the_parameters_it_declares(launched: Launched, op
     for mode in modes:
         p = Problem(op, (64, 24), ElementKind.BF16, ElementKind.S8, -127, 127, scope, mode)
         launch(p, tensors(p))
+        launch(p, tensors(p, **dict.fromkeys(kernel_of(p).spares(p, GPU))))
         if not OPS[op].dynamic:
             launch(p, tensors(p, scale=0.5, zero_point=3))
     launched.check()

@@ -182,3 +182,18 @@ def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_a
     assert_exact(ptx)
     found = instructions(ptx)
     assert found["bar.sync"] <= 8 and sum(n for name, n in found.items() if name.startswith("shfl")) <= 56, found
+
+
+@pytest.mark.parametrize(
+    ("shape", "scope"), [(SHAPE, PerToken()), ((64, 300000), PerToken()), (SHAPE, PerGroup(128, axis=0))], ids=str
+)
+def test_scales_that_nobody_reads_are_not_stored(shape: tuple[int, int], scope: Scope) -> None:
+    from baracuda.backends.triton.dynamic import range_config, spares, whole_step
+
+    p = Problem(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, shape, ElementKind.BF16, ElementKind.S8, -127, 127, scope)
+    assert spares(p, CPU) == ("scale_out", "zero_point_out")
+    step, stores = whole_step(p, range_config(p, CPU), CPU), []
+    for scale in ("*fp32", "constexpr"):
+        counts = instructions(ptx_of(step, ["*bf16", scale, "constexpr", "*bf16"]))
+        stores.append(sum(n for name, n in counts.items() if name.startswith("st.global")))
+    assert 0 < stores[1] < stores[0]

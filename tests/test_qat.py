@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import runpy
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import baracuda
-from baracuda import QuantizeKind
-from baracuda.nn import QATLinear, QuantizedLinear, SmoothQuantLinear
+from baracuda import PerToken, QuantizeKind
+from baracuda.functional import dynamic_fake_quantize
+from baracuda.nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
+from baracuda.nn.fake_quantize import Strategy
 from baracuda.plan import SelectedPlan
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -248,14 +252,24 @@ def test_the_compiled_mlp_example_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert "ms" in capsys.readouterr().out
 
 
-# -- one node for a linear and its two fake-quantizations --------------------------------------------------------
+# -- plain tensors go a shorter way than torch's operators -------------------------------------------------------
 
 
-def in_parts(module: QATLinear) -> QATLinear:
-    """The same linear computed by its modules, one after the other: somebody might be watching them."""
-    apart = copy.deepcopy(module)
-    apart.activation_fake_quantize.register_forward_hook(lambda *_: None)
-    return apart
+class Watching(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def watched(module: QATLinear) -> QATLinear:
+    """The same linear by the operators that modes, tracers and subclasses see."""
+    made = copy.deepcopy(module)
+
+    def forward(x: Tensor) -> Tensor:
+        with Watching():
+            return QATLinear.forward(made, x)
+
+    made.forward = forward  # type: ignore[method-assign]
+    return made
 
 
 def step(module: nn.Module, x: Tensor, autocast: bool) -> list[Tensor | None]:
@@ -268,26 +282,27 @@ def step(module: nn.Module, x: Tensor, autocast: bool) -> list[Tensor | None]:
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_linear_in_one_node_has_the_bits_and_gradients_of_its_parts(options: dict[str, Any], autocast: bool) -> None:
+def test_the_short_way_has_the_bits_and_gradients_of_the_operators(options: dict[str, Any], autocast: bool) -> None:
     for bias, shape, frozen in ((True, (5, 30), ""), (False, (2, 3, 30), ""), (True, (2, 3, 30), "weight")):
         module = QATLinear.from_float(nn.Linear(30, 8, bias=bias), **options)
         module(torch.randn(16, 30))
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name != frozen)
-        x, apart = torch.randn(shape) * 1.5, in_parts(module)
-        got, expected = step(module, x, autocast), step(apart, x, autocast)
+        x, other = torch.randn(shape) * 1.5, watched(module)
+        got, expected = step(module, x, autocast), step(other, x, autocast)
         assert len(got) == len(expected) > 2
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours is None) == (theirs is None)
             assert ours is None or theirs is None or (ours.dtype is theirs.dtype and torch.equal(ours, theirs))
-        assert module(x).grad_fn.name() != apart(x).grad_fn.name(), "both went the same way"
+        assert module.weight_fake_quantize._rounding is not None
+        assert other.weight_fake_quantize._rounding is None, "both went the same way"
 
 
 @pytest.mark.parametrize("options", [{}, {"activation_strategy": "static", "mode": "asymmetric"}], ids=str)
-def test_a_linear_in_one_node_has_the_second_derivatives_of_its_parts(options: dict[str, Any]) -> None:
+def test_the_short_way_has_the_second_derivatives_of_the_operators(options: dict[str, Any]) -> None:
     module, x = trained(options), torch.randn(4, 300)
     found = []
-    for each in (module, in_parts(module)):
+    for each in (module, watched(module)):
         leaf = x.clone().requires_grad_()
         first = torch.autograd.grad(each(leaf).pow(3).sum(), [leaf, each.weight], create_graph=True)
         penalty = sum(gradient.square().sum() for gradient in first)
@@ -297,14 +312,14 @@ def test_a_linear_in_one_node_has_the_second_derivatives_of_its_parts(options: d
         torch.testing.assert_close(ours, theirs)
 
 
-def test_a_linear_in_one_node_follows_settings_hooks_and_copies() -> None:
+def test_the_short_way_follows_settings_hooks_and_copies() -> None:
     module, x = QATLinear.from_float(nn.Linear(30, 8)), torch.randn(4, 30)
     act, before = module.activation_fake_quantize, module(x)
     act.q_min, act.q_max = -7, 7
     coarse = module(x)
-    assert torch.equal(coarse, in_parts(module)(x)) and not torch.equal(coarse, before)
+    assert torch.equal(coarse, watched(module)(x)) and not torch.equal(coarse, before)
     assert torch.equal(copy.deepcopy(module)(x), coarse)
-    assert torch.equal(module(x.double().float()[:2]), in_parts(module)(x[:2]))
+    assert torch.equal(module(x.double().float()[:2]), watched(module)(x[:2]))
     act.enabled = False
     assert torch.equal(module(x), nn.functional.linear(x, module.weight_fake_quantize(module.weight), module.bias))
     act.enabled, seen = True, []
@@ -312,6 +327,75 @@ def test_a_linear_in_one_node_follows_settings_hooks_and_copies() -> None:
     assert torch.equal(module(x), coarse) and seen == [1]
     with pytest.raises(RuntimeError, match="same dtype"):
         QATLinear.from_float(nn.Linear(30, 8, dtype=torch.bfloat16))(x)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_weights_and_inputs_may_change_between_a_dynamic_forward_and_its_backward(autocast: bool) -> None:
+    found = []
+    for change in (0.0, 1.0):
+        torch.manual_seed(0)
+        module, x = QATLinear.from_float(nn.Linear(30, 8)), torch.randn(4, 30).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            inner = x * 1.0
+            y = module(inner)
+        with torch.no_grad():
+            module.weight += change
+            inner += change
+        y.float().square().sum().backward()
+        found.append((x.grad, module.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+STRIDED = {
+    "contiguous": lambda x: x, "transposed": lambda x: x.T, "every other": lambda x: x[:, ::2],
+    "expanded": lambda x: x[:1].expand(5, -1), "empty": lambda x: x[:0], "one axis": lambda x: x[0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRIDED)
+def test_a_gradient_goes_straight_through_to_an_input_of_any_strides_which_is_neither_written_nor_kept(
+    name: str,
+) -> None:
+    leaf, fake = torch.randn(6, 8, requires_grad=True), FakeQuantize("dynamic", PerToken())
+    x = STRIDED[name](leaf * 1.0)
+    before, alive = x.detach().clone(), weakref.ref(x)
+    y = fake(x)
+    assert y.grad_fn.name().endswith("CopyBackwards"), "a copy of x onto itself, which would raise where x is expanded"
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert torch.equal(first, 2 * y) and torch.equal(x, before) and x._version == 0
+    assert torch.equal(y, dynamic_fake_quantize(before))
+    del first, x
+    assert alive() is None
+    y.sum().backward()
+    expected = torch.autograd.grad(STRIDED[name](leaf).sum(), leaf)[0]
+    assert leaf.grad is not None and torch.equal(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("strategy", ["dynamic", "learned", "static"])
+def test_under_autocast_a_weight_comes_in_the_type_it_is_multiplied_in_and_other_tensors_in_their_own(
+    strategy: Strategy, frozen: bool
+) -> None:
+    module = QATLinear.from_float(nn.Linear(30, 8), weight_strategy=strategy)
+    module.weight.requires_grad_(not frozen)
+    alone, whole = copy.deepcopy(module.weight_fake_quantize), module.weight_fake_quantize(module.weight)
+    alone.as_operand = False
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        weight, other = module.weight_fake_quantize(module.weight), alone(module.weight)
+    assert torch.equal(weight, whole.bfloat16()) and torch.equal(other, whole)
+    assert module.weight_fake_quantize(module.weight.bfloat16()).dtype is torch.bfloat16
+
+
+def test_scales_that_keep_axes_of_length_one_are_taken_both_ways() -> None:
+    x = torch.randn(4, 6, requires_grad=True)
+    for strategy in ("static", "learned"):
+        fake = FakeQuantize(strategy, PerToken(), (4,)).eval()
+        fake.scale.data = torch.rand(4, 1) * 0.01
+        y = fake(x)
+        with Watching():
+            assert torch.equal(y, fake(x))
+        y.sum().backward()
+        assert fake.scale.grad is None or fake.scale.grad.shape == (4, 1)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
-from narrowed import assert_kernels_store_16_bits
+from narrowed import assert_kernels_store_16_bits, assert_scales_nobody_reads_are_not_stored
 
 from baracuda import (
     BackendKind,
@@ -117,3 +117,7 @@ def test_quotients_reach_their_bounds_and_no_further(
 
 def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
     assert_kernels_store_16_bits("cpu")
+
+
+def test_scales_that_nobody_reads_are_not_stored() -> None:
+    assert_scales_nobody_reads_are_not_stored("cpu")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from math import prod
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ class SelectedPlan:
         self.segment_shape = problem.segment_shape
         self.kernel = choose(problem, device, preference)
         self._check = Checker(problem, device, self.kernel.strides)
-        self._fits = self._check.fits
+        #: Whether operands, or the first few, surely fit; False leaves the answer to a thorough check.
+        self.fits = self._check.fits
         self._launch = self.kernel.bind(problem, device)
         self._workspace_size = self.kernel.workspace(problem, device)
         operands = OPS[problem.op].operands
@@ -52,16 +54,28 @@ class SelectedPlan:
             spec and prod(spec[0]) * spec[2].itemsize >= LARGE for spec in self._output_specs
         )
 
-    def allocate_outputs(self, dtype: torch.dtype | None = None) -> tuple[Tensor | None, ...]:
-        """Fresh outputs in the order of the op's row; None for those this problem can do without.
+    def only(self, *read: str, dtype: torch.dtype | None = None) -> Self:
+        """This plan for whoever reads these outputs alone: its kernel does without the others as far as it can.
 
-        `dtype` is for the last one, where it is not to have its own.
+        `dtype` is another float type for the last output; where the kernel cannot store it, the output keeps its own.
         """
+        operands, spared = OPS[self.problem.op].operands, self.kernel.spares(self.problem, self.device)
+        names = [operands[i].name for i in self.output_indices]
+        specs = [
+            None if name in spared and name not in read else spec
+            for name, spec in zip(names, self._output_specs, strict=True)
+        ]
+        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32
+        if dtype is not None and dtype.itemsize == 2 and narrows and (last := specs[-1]) is not None:
+            specs[-1] = (*last[:2], dtype)
+        made = copy(self)
+        made._output_specs = tuple(specs)
+        return made
+
+    def allocate_outputs(self) -> tuple[Tensor | None, ...]:
+        """Fresh outputs in the order of the op's row; None for those this problem can do without."""
         device, empty = self.device, torch.empty_strided  # what torch.empty returns, in two thirds of the time
-        specs = self._output_specs
-        if dtype is not None and (last := specs[-1]) is not None:
-            specs = (*specs[:-1], (*last[:2], dtype))
-        outputs = tuple([spec and empty(spec[0], spec[1], dtype=spec[2], device=device) for spec in specs])
+        outputs = tuple([spec and empty(spec[0], spec[1], dtype=spec[2], device=device) for spec in self._output_specs])
         if self._large_on_cpu:
             for output in outputs:
                 if output is not None and output.nbytes >= LARGE:
@@ -86,7 +100,7 @@ class SelectedPlan:
 
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
         """Check and run, with the operands in the order of the op's row."""
-        if not self._fits(operands):
+        if not self.fits(operands):
             self._check(operands)
         if self._workspace_size and not self._check.holds(workspace, self._workspace_size, WORKSPACE_ALIGNMENT):
             self._check_workspace(workspace)
@@ -98,21 +112,11 @@ class SelectedPlan:
 
     def compute(self, inputs: tuple[Value, ...]) -> tuple[Any, ...]:
         """Check the inputs and run into fresh outputs; inputs whose strides the kernel does not take are copied."""
-        if not self._fits(inputs) and not self._check.fit(inputs):
+        if not self.fits(inputs) and not self._check.fit(inputs):
             inputs = self.arrange(inputs)
         outputs = self.allocate_outputs()
         self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)
         return outputs
-
-    def compute_as(self, dtype: torch.dtype, inputs: tuple[Value, ...]) -> Tensor:
-        """The last output of `compute` as another float type: stored so where the kernel can, which spares a pass."""
-        narrows = self.kernel.narrows and self.problem.element is ElementKind.F32 and dtype.itemsize == 2
-        if not narrows or not self._fits(inputs):
-            computed: Tensor = self.compute(inputs)[-1]
-            return computed if computed.dtype is dtype else computed.to(dtype)
-        outputs = self.allocate_outputs(dtype)
-        self._launch(inputs + outputs, self.allocate_workspace())
-        return cast(Tensor, outputs[-1])
 
     def arrange(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
         """The operands with strides the kernel takes; of a row, inputs come first and may keep their row stride."""

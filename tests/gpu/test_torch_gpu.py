@@ -11,7 +11,7 @@ import pytest
 import torch
 from learned import FULL_BLOCKS, assert_alike, problems
 from learned import run as run_learned
-from narrowed import assert_kernels_store_16_bits
+from narrowed import assert_kernels_store_16_bits, assert_scales_nobody_reads_are_not_stored
 from test_ops import Mlp, arguments, everything, weights
 from torch import Tensor, nn
 
@@ -80,6 +80,10 @@ def test_a_training_step_launches_one_kernel_for_each_fake_quantization() -> Non
 
 def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
     assert_kernels_store_16_bits(DEVICE)
+
+
+def test_scales_that_nobody_reads_are_not_stored() -> None:
+    assert_scales_nobody_reads_are_not_stored(DEVICE)
 
 
 @pytest.mark.parametrize("strategy", ["dynamic", "learned"])

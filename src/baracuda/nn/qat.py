@@ -9,11 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..descriptors import Element
-from ..execute import audience
 from ..functional import dynamic_range
 from ..scope import PerChannel, PerTensor, PerToken
 from ..types import DynamicRangeMode, ElementKind
-from .fake_linear import fake_quantized_linear
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
 from .observers import MovingAverage, Observer
@@ -58,6 +56,7 @@ class QATLinear(nn.Linear):
         made.weight_fake_quantize = FakeQuantize(
             weight_strategy, PerChannel(0), channels, q_min=low, q_max=high, scale_dtype=torch.float32
         )
+        made.weight_fake_quantize.as_operand = True
         if weight_strategy == "learned" and not linear.weight.is_meta:
             made.weight_fake_quantize.to(linear.weight.device).initialise(linear.weight)
         dynamic = activation_strategy == "dynamic"
@@ -77,18 +76,8 @@ class QATLinear(nn.Linear):
     weight_element: ElementKind
 
     def forward(self, x: Tensor) -> Tensor:
-        act, wgt, weight, bias = self.activation_fake_quantize, self.weight_fake_quantize, self.weight, self.bias
-        x = under_autocast(x)
-        if x.ndim > 1 and audience(x, weight, bias) == "autograd" and _come_together(x, weight, bias):
-            of_x, of_weight = act.rounding(x), wgt.rounding(weight)
-            if of_x is not None and of_weight is not None:
-                if of_x.straight and of_weight.straight:
-                    return fake_quantized_linear(of_x, of_weight, x, weight, bias)
-                unused = (None, None)
-                x_qparams = unused if of_x.straight else act.qparams(x)
-                weight_qparams = unused if of_weight.straight else wgt.qparams(weight)
-                return fake_quantized_linear(of_x, of_weight, x, weight, bias, *x_qparams, *weight_qparams)
-        return functional.linear(act(x), wgt(weight), bias)
+        x, weight = self.activation_fake_quantize(under_autocast(x)), self.weight_fake_quantize(self.weight)
+        return functional.linear(x, weight, self.bias)
 
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
         """The integer linear whose outputs are these, within `conversion_bound`."""
@@ -121,12 +110,3 @@ class QATLinear(nn.Linear):
         unit, unit_sum = torch.finfo(x.dtype).eps / 2, torch.finfo(math).eps / 2
         bound: Tensor = ((self.in_features + 8) * unit_sum + 6 * unit) * magnitude
         return bound
-
-
-def _come_together(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a linear takes them: of one type, or such as autocast makes of one type."""
-    dtype = x.dtype
-    if weight.dtype is dtype and (bias is None or bias.dtype is dtype):
-        return True
-    kinds = (dtype, weight.dtype, dtype if bias is None else bias.dtype)
-    return torch.float64 not in kinds and torch.is_autocast_enabled(x.device.type)

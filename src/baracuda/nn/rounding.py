@@ -1,8 +1,12 @@
-"""A fake-quantization made ready for tensors of one shape, type and device: what can be known before the call, is."""
+"""A fake-quantization made ready for plain tensors of one shape, type and device: what can be known before a call, is.
+
+A small training step takes as long as the host needs: a linear and its fake-quantizations leave little to Python.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,8 +16,9 @@ from ..backends.registry import Value
 from ..execute import cached_plan
 from ..functional import dynamic_key
 from ..ops import rounded
+from ..plan import SelectedPlan
 from ..problem import fake_storage
-from ..types import ElementKind, QuantizeKind
+from ..types import DynamicRangeMode, ElementKind, QuantizeKind
 
 if TYPE_CHECKING:
     from .fake_quantize import FakeQuantize
@@ -24,36 +29,84 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
 class Rounding:
-    """The forward and the backward of a FakeQuantize as its settings are now, below autograd."""
+    """A FakeQuantize as its settings are now."""
 
-    def __init__(self, fake: FakeQuantize, x: Tensor) -> None:
-        #: The tensors it is for.
-        self.kind = (x.shape, x.dtype, x.device)
-        #: Whether forward finds the scale too, in one pass, and the gradient passes straight through.
-        self.straight = fake.clips_nothing and fake.stores_scales_of(x)
-        if self.straight:
-            key = dynamic_key(x.dtype, fake.scope, scale_dtype=None, **fake.range_options())
-            self.plan = cached_plan(x.device, QuantizeKind.DYNAMIC_FAKE_QUANTIZE, x.shape, *key)
-            return
-        low, high = fake.q_min, fake.q_max
-        element, storage = ElementKind.of(x.dtype), fake_storage(low, high)
-        self.key = static_key(element, storage, low, high, fake.scope, fake.arithmetic)
-        self.plan = cached_plan(x.device, QuantizeKind.FAKE_QUANTIZE, x.shape, *self.key)
-        self.backward_plan = cached_plan(x.device, _MASKED, x.shape, *self.key)
-        self.learned_plan = cached_plan(x.device, _LEARNED, x.shape, *self.key)
-        self.factor = fake.gradient_factor(x)
+    def __init__(self, fake: FakeQuantize, x: Tensor, dtype: torch.dtype, recorded: bool) -> None:
+        """For tensors like x, their rounded values as `dtype`, and a gradient that is to reach x or not."""
+        self.kind, self.dtype, self.recorded = (x.shape, x.dtype, x.device), dtype, recorded
+        #: Whether one kernel finds the scale and uses it. The gradient, if any, then passes straight through.
+        self.finds_scale = fake.stores_scales_of(x) and (fake.clips_nothing or not recorded)
+        if self.finds_scale:
+            self.key = dynamic_key(x.dtype, fake.scope, scale_dtype=None, **fake.range_options())
+            self.plan = self._plan(QuantizeKind.DYNAMIC_FAKE_QUANTIZE).only("output", dtype=dtype)
+        else:
+            element, low, high = ElementKind.of(x.dtype), fake.q_min, fake.q_max
+            self.key = static_key(element, fake_storage(low, high), low, high, fake.scope, fake.arithmetic)
+            self.plan = self._plan(QuantizeKind.FAKE_QUANTIZE).only("output", dtype=dtype)
+            self.factor, self.asymmetric = fake.gradient_factor(x), fake.mode is DynamicRangeMode.ASYMMETRIC
 
-    def __call__(self, dtype: torch.dtype, x: Tensor, scale: Value = None, zero_point: Value = None) -> Tensor:
-        """x rounded, as `dtype`."""
-        return self.plan.compute_as(dtype, (x,) if self.straight else (x, scale, rounded(zero_point)))
+    def suits(self, x: Tensor) -> bool:
+        """Whether x is like the tensors it is for."""
+        return self.plan.fits((x,)) or self.kind == (x.shape, x.dtype, x.device)
+
+    def found(self, x: Tensor) -> Tensor:
+        """x rounded by the scale found in it."""
+        y = self._computed((x,))
+        return _straight_through(x, y) if self.recorded else y
+
+    def given(self, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """x rounded by this scale, which may learn."""
+        y: Tensor = _apply(self, x, scale, zero_point)
+        return y
+
+    def _computed(self, inputs: tuple[Value, ...]) -> Tensor:
+        y: Tensor = self.plan.compute(inputs)[-1]
+        return y if y.dtype is self.dtype else y.to(self.dtype)
 
     def gradients(self, dy: Tensor, x: Value, scale: Value, zero_point: Value, *, learned: bool) -> Gradients:
-        """From the gradient of what was rounded: to x and, where they are learned, to scale and zero point.
-
-        Not for what is straight, where dy is all there is.
-        """
+        """From the gradient of what was rounded: to x and, where they are learned, to scale and zero point."""
         inputs = (x, dy, scale, rounded(zero_point))
         if not learned:
-            return compute(_MASKED, inputs, dy.shape, self.key, plan=self.backward_plan)[0], None, None
-        dx, to_scale, to_zero_point = compute(_LEARNED, inputs, dy.shape, self.key, plan=self.learned_plan)
+            return compute(_MASKED, inputs, dy.shape, self.key, plan=self._masked)[0], None, None
+        dx, to_scale, to_zero_point = compute(_LEARNED, inputs, dy.shape, self.key, plan=self._learned)
         return dx, to_scale.mul_(self.factor), None if zero_point is None else to_zero_point.mul_(self.factor)
+
+    @cached_property
+    def _masked(self) -> SelectedPlan:
+        return self._plan(_MASKED)
+
+    @cached_property
+    def _learned(self) -> SelectedPlan:
+        plan = self._plan(_LEARNED)
+        return plan if self.asymmetric else plan.only("grad_input", "grad_scale")
+
+    def _plan(self, op: QuantizeKind) -> SelectedPlan:
+        shape, _, device = self.kind
+        return cached_plan(device, op, shape, *self.key)
+
+
+def _straight_through(x: Tensor, y: Tensor) -> Tensor:
+    """y with the gradient of x, and no node of Python: a copy of x to where it is moves nothing, and is recorded."""
+    carrier = x.data.copy_(x)
+    carrier.data = y
+    return carrier
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rounding: Rounding, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        ctx.rounding = rounding
+        ctx.save_for_backward(x, scale, zero_point)
+        return rounding._computed((x, scale, rounded(zero_point)))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Where a gradient's type is not that of its tensor, autograd itself converts it."""
+        x, scale, zero_point = ctx.saved_tensors
+        dy = dy if dy.dtype is x.dtype else dy.to(x.dtype)
+        _, _, to_scale, to_zero_point = ctx.needs_input_grad
+        return None, *ctx.rounding.gradients(dy, x, scale, zero_point, learned=to_scale or to_zero_point)
+
+
+#: `apply` without its search for transforms, which plain tensors are not under.
+_apply: Any = super(torch.autograd.Function, _Rounded).apply

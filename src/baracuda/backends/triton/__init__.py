@@ -64,6 +64,12 @@ def _dynamic_workspace(problem: Problem, device: torch.device) -> int:
     return workspace(problem, device)
 
 
+def _dynamic_spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
+    from .dynamic import spares
+
+    return spares(problem, device)
+
+
 def _bind_learned(problem: Problem, device: torch.device) -> Launch:
     from .learned import learned
 
@@ -104,6 +110,7 @@ KERNELS: tuple[Kernel, ...] = (
         workspace=_dynamic_workspace,
         arch=arch,
         narrows=True,
+        spares=_dynamic_spares,
     ),
     Kernel(
         name="learned",
@@ -113,6 +120,7 @@ KERNELS: tuple[Kernel, ...] = (
         bind=_bind_learned,
         workspace=_learned_workspace,
         arch=arch,
+        spares=lambda problem, device: ("grad_zero_point",),
     ),
     *LINEAR,
 )

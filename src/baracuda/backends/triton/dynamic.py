@@ -27,6 +27,7 @@ from .static import (
 )
 from .tune import Schedule, power_of_two
 
+_ONE_KERNEL = (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS)
 #: (input, scale_out, zero_point_out, output)
 Sources = tuple[Source, Source, Source, Source]
 
@@ -36,7 +37,7 @@ def dynamic(problem: Problem, device: torch.device, sources: Sources = (0, 1, 2,
     if problem.view.segments == 0:
         return lambda operands, workspace: None
     config = range_config(problem, device)
-    if config.schedule in (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS):
+    if config.schedule in _ONE_KERNEL:
         return _one_kernel(problem, config, device, sources)
     return _two_stages(problem, config, device, sources, start)
 
@@ -50,6 +51,15 @@ def workspace(problem: Problem, device: torch.device) -> int:
         * _partials(problem, range_config(problem, device))
         * problem.element.math.dtype.itemsize
     )
+
+
+def spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
+    """Scales need no memory where the kernel that finds them uses them itself, as it found them."""
+    if problem.op is not QuantizeKind.DYNAMIC_FAKE_QUANTIZE or problem.scale_element is not problem.element.math:
+        return ()
+    empty = problem.view.segments == 0
+    in_one = not empty and range_config(problem, device).schedule in _ONE_KERNEL
+    return ("scale_out", "zero_point_out") if in_one else ()
 
 
 def range_config(problem: Problem, device: torch.device) -> tune.Range:

@@ -8,8 +8,6 @@ up, both in the order of `reference.segment_sums`.
 # ruff: noqa: RET505
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 import triton
 import triton.language as tl
@@ -169,7 +167,8 @@ def blocks(
     out = unit.to(tl.int64) * rows * inner + tl.reshape(segment, [SEGMENTS])
     written = None if EVEN else tl.reshape(seen, [SEGMENTS])
     tl.store(scale_sum_ptr + out, finished(scale_total, scale_sum_ptr.dtype.element_ty), mask=written)
-    tl.store(lost_sum_ptr + out, finished(lost, lost_sum_ptr.dtype.element_ty), mask=written)
+    if lost_sum_ptr is not None:
+        tl.store(lost_sum_ptr + out, finished(lost, lost_sum_ptr.dtype.element_ty), mask=written)
 
 
 @triton.jit
@@ -191,7 +190,8 @@ def totals(
     scale_total, lost = halved(scale_sum, lost_sum, SEGMENTS, LANES, True)
     to_zero_point = to_the_zero_point(lost, load_scale(scale_ptr, out, written, F64))
     tl.store(grad_scale_ptr + out, finished(scale_total, grad_scale_ptr.dtype.element_ty), mask=written)
-    tl.store(grad_zero_point_ptr + out, finished(to_zero_point, grad_zero_point_ptr.dtype.element_ty), mask=written)
+    if grad_zero_point_ptr is not None:
+        tl.store(grad_zero_point_ptr + out, finished(to_zero_point, grad_zero_point_ptr.dtype.element_ty), mask=written)
 
 
 class Layout:
@@ -234,7 +234,8 @@ def learned(problem: Problem, device: torch.device) -> Launch:
 
         def nothing(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
             for total in operands[5:]:
-                cast(Tensor, total).zero_()
+                if isinstance(total, Tensor):
+                    total.zero_()
 
         return nothing
     first, second = steps(problem, layout, device)

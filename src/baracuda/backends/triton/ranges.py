@@ -131,12 +131,14 @@ def rows(
     parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, COLS, 0, masked, PARTS, COLS)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
     keep = index < lines if masked else None
-    tl.store(scale_ptr + index, stored, mask=keep)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + index, stored, mask=keep)
     if zero_point_ptr is not None:
         tl.store(zero_point_ptr + index, zero_point, mask=keep)
     if out_ptr is not None:
@@ -166,13 +168,15 @@ def blocks(
     parts = load_parts(x_ptr, place, 0, LINES, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, 0, LINES, masked, PARTS, COLS)
     low, high = span_of(lows, highs, 0, SYMMETRIC)
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
     index = column + tl.arange(0, COLS)
     keep = index < inner if masked else None
-    tl.store(scale_ptr + row * inner + index, stored, mask=keep)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + row * inner + index, stored, mask=keep)
     if zero_point_ptr is not None:
         tl.store(zero_point_ptr + row * inner + index, zero_point, mask=keep)
     if out_ptr is not None:
@@ -221,11 +225,13 @@ def long_rows(
         place = (start, column, line, lines, width, 0)
         lows, highs = wider_at(x_ptr, lows, highs, place, column + across <= width, SYMMETRIC, MASK, PARTS, COLS)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
-    dtype: tl.constexpr = scale_ptr.dtype.element_ty
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
     stored, scale, zero_point = choose_qparams(
         low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
     )
-    tl.store(scale_ptr + index, stored)
+    if scale_ptr is not None:
+        tl.store(scale_ptr + index, stored)
     if zero_point_ptr is not None:
         tl.store(zero_point_ptr + index, zero_point)
     if out_ptr is not None:
