@@ -31,6 +31,15 @@ RACE = """case a
 ran 1
 ========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)
 """
+BEGIN, SPECIALIZE = sorted(gpu_sanitize.hand_over())
+HAND_OVER = f"""case a
+========= Error: Race reported between Read access at gemm+0x100 in {BEGIN}
+=========     and Write access at gemm+0x63a0 in {BEGIN} [7 hazards]
+=========     and Write access at gemm+0xb5a0 in {SPECIALIZE} [13 hazards]
+=========
+ran 1
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+"""
 
 
 def test_every_operation_meets_every_scope_mode_and_width() -> None:
@@ -77,8 +86,11 @@ def test_operands_at_odd_addresses_are_every_operations() -> None:
         (0, "case a\nran 1\n", False),
         (0, CLEAN.replace("ran 2\n", ""), False),
         (0, CLEAN.replace("case b", "WRONG AssertionError: q differs"), False),
+        (9, HAND_OVER, True),
+        (9, HAND_OVER.replace(SPECIALIZE, "hopper.py:1"), False),
+        (9, HAND_OVER.replace("SUMMARY: 1 hazard", "SUMMARY: 2 hazards"), False),
     ],
-    ids=["clean", "status", "outside", "race", "no tool", "cut short", "wrong bits"],
+    ids=["clean", "status", "outside", "race", "no tool", "cut short", "wrong bits", "hand-over", "beside it", "more"],
 )
 def test_a_run_passes_only_if_the_tool_saw_all_of_it_and_found_nothing(code: int, log: str, holds: bool) -> None:
     assert gpu_sanitize.passed(code, log) == holds
@@ -100,7 +112,7 @@ def tool(path: Path, script: str) -> str:
 def test_a_tool_that_notices_nothing_fails_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = argparse.Namespace(out=tmp_path, jobs=1, shares=1, seconds=20, tools="memcheck")
+    options = argparse.Namespace(out=tmp_path, jobs=1, shares=1, every=1, seconds=20, tools="memcheck")
     monkeypatch.setattr("sys.executable", tool(tmp_path / "python", "printf 'case a\\nran 1\\n'"))
     summary = "printf 'case a\\nran 1\\n========= ERROR SUMMARY: 0 errors\\n'"
     controls = 'case "$*" in *--help*) exit 0;; *--control*) exit 9;; esac'
