@@ -63,9 +63,8 @@ def spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
 
 
 def range_config(problem: Problem, device: torch.device) -> tune.Range:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
     floats = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE
-    return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors, floats=floats)
+    return tune.dynamic(problem.view, problem.element.dtype.itemsize, tune.processors_of(device), floats=floats)
 
 
 def _partials(problem: Problem, config: tune.Range) -> int:

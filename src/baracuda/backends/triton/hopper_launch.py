@@ -23,6 +23,7 @@ from .launch import ALIGNMENT, POINTERS, Step, finish_parameters, launching, loa
 from .linear import Factors, Rooms, by_zero_point
 from .linear_kernels import sum_parts, sum_rows, sum_tail
 from .sources import Either, Part
+from .tune import processors_of
 
 _GLUON = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16, torch.float32: gl.float32, torch.int8: gl.int8}
 
@@ -171,13 +172,9 @@ def hopper_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, port
     return by_zero_point(f.zero_point, _large(p, device, plain, rooms, portable), centred)
 
 
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch, cut: bool = False) -> Launch:
     m, n, k = p.shape
-    processors = _processors(device)
+    processors = processors_of(device)
     tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors, cut)
     programs = tile.programs(m, n, processors)
     room = rooms["parts"] if tile.tail > 1 else None
@@ -224,13 +221,13 @@ def _tail(p: Problem, device: torch.device, f: Factors, room: Part, tile: tune.T
 
 def _skinny(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable: Launch) -> Launch:
     m, n, k = p.shape
-    return _streaming(p, device, f, rooms, portable, tune.skinny(m, n, k, _processors(device)), quantize=False)
+    return _streaming(p, device, f, rooms, portable, tune.skinny(m, n, k, processors_of(device)), quantize=False)
 
 
 def fused_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, apart: Launch) -> Launch:
     """Floats in, floats out, one launch: every program quantizes the few rows for itself."""
     m, n, k = p.shape
-    config = tune.fused(m, n, k, _processors(device))
+    config = tune.fused(m, n, k, processors_of(device))
     return _streaming(p, device, f._replace(x=0), rooms, apart, config, quantize=True)
 
 
@@ -277,5 +274,5 @@ def _streaming(
 
 def _streaming_grid(config: tune.Skinny, n: int, device: torch.device) -> int:
     units = -(-n // config.rows) * config.split * config.tiles
-    rounds = -(-units // (config.programs * _processors(device)))
+    rounds = -(-units // (config.programs * processors_of(device)))
     return -(-units // rounds)

@@ -26,6 +26,7 @@ from ...types import (
 from ..registry import Kernel, Launch, Value, choose
 from . import linear_tune as tune
 from .sources import Either, Part, Source
+from .tune import processors_of
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 _ALIGNMENT = 256
@@ -99,22 +100,18 @@ def _hopper_rooms(p: Problem, device: torch.device) -> Rooms:
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         rooms.cut("sums", torch.int32, n)
     elif m <= tune.SKINNY_TOKENS:
-        split = tune.skinny(m, n, k, _processors(device)).split
+        split = tune.skinny(m, n, k, processors_of(device)).split
         if _fuses(p):
-            split = max(split, tune.fused(m, n, k, _processors(device)).split)
+            split = max(split, tune.fused(m, n, k, processors_of(device)).split)
         if split > 1:
             rooms.cut("parts", torch.int32, split, m, n)
     else:
-        processors = _processors(device)
+        processors = processors_of(device)
         tile = tune.tile(m, n, k, p.element.dtype.itemsize, processors, cut=True)
         if tile.tail > 1:
             rest = tile.tiles(m, n) - tile.whole(m, n, processors)
             rooms.cut("parts", torch.int32, rest, tile.tail, tile.m, tile.n)
     return rooms
-
-
-def _processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 # -- from operands to a GEMM -------------------------------------------------------------------------------------
@@ -258,12 +255,12 @@ def _describe_portable(p: Problem, device: torch.device) -> str:
 def _describe_hopper(p: Problem, device: torch.device) -> str:
     m, n, k = p.shape
     if _fuses(p):
-        schedule = f"{tune.fused(m, n, k, _processors(device))}, quantizes on the way"
+        schedule = f"{tune.fused(m, n, k, processors_of(device))}, quantizes on the way"
     elif m <= tune.SKINNY_TOKENS and p.mode is DynamicRangeMode.SYMMETRIC:
-        schedule = str(tune.skinny(m, n, k, _processors(device)))
+        schedule = str(tune.skinny(m, n, k, processors_of(device)))
     else:
         cut = p.mode is DynamicRangeMode.SYMMETRIC
-        schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, _processors(device), cut))
+        schedule = str(tune.tile(m, n, k, p.element.dtype.itemsize, processors_of(device), cut))
     return f"{epilogue_formula(p)}; {schedule}; matmul where an address is not a multiple of 16"
 
 

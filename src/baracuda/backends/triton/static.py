@@ -67,7 +67,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
     size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
     work = _WORK.get(problem.op, tune.Work.ONE)
     if view.inner > 1:
-        tile = tune.columns(view.run, view.inner, size, work=work, packed=is_packed)
+        tile = tune.columns(view, size, tune.processors_of(device), work=work, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
         sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}

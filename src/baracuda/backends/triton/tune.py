@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+import torch
+
 from ...scope import View
 
 #: Segments up to this many bytes, in the math type, are held in registers.
@@ -58,6 +60,11 @@ class Range:
     chunks: int = 0
 
 
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors; a few for the interpreter, so that it meets loops that are long on a device only."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
+
+
 def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
@@ -78,8 +85,10 @@ def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     return Tile(size // columns, columns // parts, warps, vector=vector, parts=parts, registers=registers)
 
 
-def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
-    """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far."""
+def columns(view: View, element_bytes: int, processors: int, *, work: Work, packed: bool) -> Tile:
+    """The tile of an elementwise kernel over columns of their own scale: a thread keeps few columns and walks far, if
+    that leaves each multiprocessor a number of programs that hide each other's start."""
+    run, inner = view.run, view.inner
     if run == 1:
         return Tile(1, min(power_of_two(inner), 2048), 4, vector=16 // element_bytes if packed else 0)
     if work is Work.LIGHT:
@@ -95,7 +104,9 @@ def columns(run: int, inner: int, element_bytes: int, *, work: Work, packed: boo
         }[work]
     across = min(power_of_two(inner), across)
     lines = min(power_of_two(run), max(size // across, 1))
-    return Tile(lines, across, warps, repeats=min(repeats, max(run // lines, 1)), vector=vector)
+    tiles = view.rows * -(-run // lines) * -(-inner // across)
+    far = min(repeats, max(run // lines, 1), max(tiles // (16 * processors), 1))
+    return Tile(lines, across, warps, repeats=1 << (far.bit_length() - 1), vector=vector)
 
 
 def dynamic(view: View, element_bytes: int, processors: int, *, floats: bool = False) -> Range:
