@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...problem import Problem
-from ...types import DynamicRangeMode, QuantizeKind
+from ...types import DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Launch
 from . import ranges, tune
 from .launch import Step, in_turn
@@ -96,7 +96,9 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
     """The kernel that holds or re-reads whole segments."""
     view, tile = problem.view, config.tile
     constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem)}
-    constants |= {"EACH": together(problem, tile, bool(constants["PACKED"]))}
+    pairs = bool(constants["PACKED"])
+    alone = problem.mode is DynamicRangeMode.SYMMETRIC and not pairs
+    constants |= {"BOUNDS": _bounds(problem), "EACH": 1 if alone else together(problem, tile, pairs)}
     constants |= {"PARTS": tile.parts, "LINES": tile.lines, "COLS": tile.columns}
     across, sizes = tile.parts * tile.columns, {"lines": view.rows, "width": view.run}
     if config.schedule is Schedule.BLOCKS:
@@ -160,6 +162,15 @@ def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> 
     static = replace(problem, op=QuantizeKind.FAKE_QUANTIZE if fake else QuantizeKind.QUANTIZE)
     step = elementwise_step(static, device, again=True)
     return [] if step is None else [bound_forward(step, *sources)]
+
+
+def _bounds(problem: Problem) -> int:
+    """Which bounds a quotient by its own range's scale must be kept to, and where."""
+    symmetric = problem.mode is DynamicRangeMode.SYMMETRIC
+    floats, exact = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE, problem.scale_element is ElementKind.F32
+    if problem.element is ElementKind.F64 or (floats and not symmetric) or (symmetric and not exact):
+        return int(ranges.BOTH.value)
+    return int((ranges.LOW if symmetric else ranges.OF_THE_INTEGER).value)
 
 
 def _packed(problem: Problem) -> int:

@@ -44,34 +44,39 @@ from .numerics import (
 from .packing import store_quantized
 from .qparams import choose_qparams
 
-
-@triton.constexpr_function
-def bounds_to_keep(scale: tl.dtype, floats: bool, symmetric: bool, f64: bool) -> str:
-    """What a quotient by a scale that came of its own range can pass, and where that is seen to.
-
-    Such a quotient is bounded or NaN, and a symmetric one rounds to Q_MAX at most unless its scale was rounded to 16
-    bits. Where zero points are added to integers anyway, one instruction clamps them too.
-    """
-    if f64 or (floats and not symmetric) or (symmetric and scale != tl.float32):
-        return "both"
-    return "low" if symmetric else "of the integer"
+#: BOUNDS, which a quotient by its own range's scale can pass, and where that is seen to. Such a quotient is bounded or
+#: NaN, and a symmetric one rounds to Q_MAX at most unless its scale was rounded to 16 bits. Where zero points are added
+#: to integers anyway, one instruction clamps them too.
+BOTH, LOW, OF_THE_INTEGER = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def prepare_held(
-    scale, zero_point, SYMMETRIC: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    BOUNDS: tl.constexpr, F64: tl.constexpr,
+def settle(
+    low, high, scale_ptr, zero_point_ptr, where, keep, AXIS: tl.constexpr, BOUNDS: tl.constexpr,
+    SYMMETRIC: tl.constexpr, INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr, SMALLEST: tl.constexpr, F64: tl.constexpr,
 ):  # fmt: skip
-    """What `quantize_parts` must know of its scales and zero points.
+    """(scales, what `quantize_parts` must know of them and their zero points) of segments that span [low, high], along
+    an axis of length 1; both are stored where they are asked for.
 
     As an integer NaN is above every bound. Its scale knows of it, and nothing of such a segment is above Q_MIN.
     """
+    math: tl.constexpr = tl.float64 if F64 else tl.float32
+    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
+    stored, scale, zero_point = choose_qparams(
+        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
+    )
+    if scale_ptr is not None:
+        tl.store(scale_ptr + where, stored, mask=keep)
+    if zero_point_ptr is not None:
+        tl.store(zero_point_ptr + where, zero_point, mask=keep)
+    scale, zero_point = tl.expand_dims(scale, AXIS), tl.expand_dims(zero_point, AXIS)
     divisor, reciprocal, factor = prepare_positive(scale, RECIPROCAL, F64)
     low, high, shift = bounds(0 if SYMMETRIC else zero_point, not SYMMETRIC, Q_MIN, Q_MAX, F64)
     rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
-    if BOUNDS == "of the integer":
+    if BOUNDS == OF_THE_INTEGER:
         low, high, rest = 0, tl.where(scale < INF, Q_MAX - Q_MIN, 0), rest - (Q_MIN + MAGIC_BITS_F32)
-    return divisor, reciprocal, factor, low, high, shift, rest
+    return scale, (divisor, reciprocal, factor, low, high, shift, rest)
 
 
 @triton.jit
@@ -84,9 +89,9 @@ def quantize_parts(
     if PARTS == 1:
         divisor, reciprocal, factor, low, high, shift, rest = prepared
         x = widen(parts, F64) if RECIPROCAL else times(parts, factor, F64)
-        if BOUNDS == "both":
+        if BOUNDS == BOTH:
             m = quantize_steps(x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, HELD, F64)
-        elif BOUNDS == "low":
+        elif BOUNDS == LOW:
             m = quantize_steps(x, divisor, reciprocal, factor, low, None, shift, RECIPROCAL, HELD, F64)
         else:
             m = quantize_steps(x, divisor, reciprocal, factor, None, None, shift, RECIPROCAL, HELD, F64)
@@ -96,7 +101,7 @@ def quantize_parts(
             offsets, mask = columns_of(place, COLS)
             y = narrow(step_value(m, shift, F64) * scale, dtype, True)
             tl.store(out_ptr + offsets, y, mask=mask if MASKED else None)
-        elif BOUNDS == "of the integer":
+        elif BOUNDS == OF_THE_INTEGER:
             steps = tl.maximum(tl.minimum(step_bits(m, F64) + rest, high), low)
             args = (out_ptr, steps, 0, start, column, width, line < lines)
             store_quantized(*args, MASKED, PACKED, EACH, Q_MIN, False, COLS, 0)
@@ -119,8 +124,8 @@ def quantize_parts(
 def rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Contiguous segments of up to PARTS times COLS elements, LINES of them a program."""
     index = tl.program_id(0) * LINES + tl.arange(0, LINES)
@@ -131,23 +136,14 @@ def rows(
     parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, COLS, 0, masked, PARTS, COLS)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
-    stored, scale, zero_point = choose_qparams(
-        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
-    )
     keep = index < lines if masked else None
-    if scale_ptr is not None:
-        tl.store(scale_ptr + index, stored, mask=keep)
-    if zero_point_ptr is not None:
-        tl.store(zero_point_ptr + index, zero_point, mask=keep)
+    scale, prepared = settle(
+        low, high, scale_ptr, zero_point_ptr, index, keep, 1, BOUNDS, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX,
+        SMALLEST, F64,
+    )  # fmt: skip
     if out_ptr is not None:
-        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
-        scale, zero_point = scale[:, None], zero_point[:, None]
-        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
-        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
         quantize_parts(
-            out_ptr, parts, place, scale, prepared, COLS, 0, masked, RECIPROCAL, Q_MIN, keeps, PACKED, each, False,
+            out_ptr, parts, place, scale, prepared, COLS, 0, masked, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH, False,
             F64, PARTS, COLS,
         )  # fmt: skip
 
@@ -156,8 +152,8 @@ def rows(
 def blocks(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, column_blocks, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Strided segments of up to PARTS times LINES elements, COLS of them a program: [rows, run, inner] as it lies."""
     program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
@@ -168,24 +164,15 @@ def blocks(
     parts = load_parts(x_ptr, place, 0, LINES, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, 0, LINES, masked, PARTS, COLS)
     low, high = span_of(lows, highs, 0, SYMMETRIC)
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
-    stored, scale, zero_point = choose_qparams(
-        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
-    )
     index = column + tl.arange(0, COLS)
     keep = index < inner if masked else None
-    if scale_ptr is not None:
-        tl.store(scale_ptr + row * inner + index, stored, mask=keep)
-    if zero_point_ptr is not None:
-        tl.store(zero_point_ptr + row * inner + index, zero_point, mask=keep)
+    scale, prepared = settle(
+        low, high, scale_ptr, zero_point_ptr, row * inner + index, keep, 0, BOUNDS, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL,
+        Q_MIN, Q_MAX, SMALLEST, F64,
+    )  # fmt: skip
     if out_ptr is not None:
-        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
-        scale, zero_point = scale[None, :], zero_point[None, :]
-        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
-        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
         quantize_parts(
-            out_ptr, parts, place, scale, prepared, 0, LINES, masked, RECIPROCAL, Q_MIN, keeps, PACKED, each,
+            out_ptr, parts, place, scale, prepared, 0, LINES, masked, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH,
             not SYMMETRIC, F64, PARTS, COLS,
         )  # fmt: skip
 
@@ -209,11 +196,25 @@ def wider_at(
 
 
 @triton.jit
+def quantize_along(
+    x_ptr, out_ptr, place, scale, prepared, MASKED: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
+    BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Load the tiles along a place again, and quantize them."""
+    parts = load_parts(x_ptr, place, COLS, 0, MASKED, PARTS, COLS)
+    quantize_parts(
+        out_ptr, parts, place, scale, prepared, COLS, 0, MASKED, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH, False, F64,
+        PARTS, COLS,
+    )  # fmt: skip
+
+
+@triton.jit
 def long_rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Contiguous segments of any length, one a program, in two passes. LINES is 1."""
     index = tl.program_id(0) + tl.arange(0, LINES)
@@ -225,42 +226,22 @@ def long_rows(
         place = (start, column, line, lines, width, 0)
         lows, highs = wider_at(x_ptr, lows, highs, place, column + across <= width, SYMMETRIC, MASK, PARTS, COLS)
     low, high = span_of(lows, highs, 1, SYMMETRIC)
-    math: tl.constexpr = tl.float64 if F64 else tl.float32
-    dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
-    stored, scale, zero_point = choose_qparams(
-        low, high, dtype, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX, SMALLEST, F64
-    )
-    if scale_ptr is not None:
-        tl.store(scale_ptr + index, stored)
-    if zero_point_ptr is not None:
-        tl.store(zero_point_ptr + index, zero_point)
+    scale, prepared = settle(
+        low, high, scale_ptr, zero_point_ptr, index, None, 1, BOUNDS, SYMMETRIC, INCLUDE_ZERO, RECIPROCAL, Q_MIN, Q_MAX,
+        SMALLEST, F64,
+    )  # fmt: skip
     if out_ptr is not None:
-        keeps: tl.constexpr = bounds_to_keep(dtype, out_ptr.dtype.element_ty.is_floating(), SYMMETRIC, F64)
-        scale, zero_point = scale[:, None], zero_point[:, None]
-        prepared = prepare_held(scale, zero_point, SYMMETRIC, RECIPROCAL, Q_MIN, Q_MAX, keeps, F64)
-        each: tl.constexpr = 1 if SYMMETRIC and not PACKED else EACH
         last = (width - 1) // across * across
         for i in range(0, loop_bound(width), across):
             column = last - i  # backwards: what was read last is nearest
             place = (start, column, line, lines, width, 0)
+            args = (x_ptr, out_ptr, place, scale, prepared)
             if MASK == NEVER:
-                parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
-                quantize_parts(
-                    out_ptr, parts, place, scale, prepared, COLS, 0, False, RECIPROCAL, Q_MIN, keeps, PACKED, each,
-                    False, F64, PARTS, COLS,
-                )  # fmt: skip
+                quantize_along(*args, False, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH, F64, PARTS, COLS)
             elif column + across <= width:  # without a mask, so that a line of odd length is read as fast as any
-                parts = load_parts(x_ptr, place, COLS, 0, False, PARTS, COLS)
-                quantize_parts(
-                    out_ptr, parts, place, scale, prepared, COLS, 0, False, RECIPROCAL, Q_MIN, keeps, PACKED, each,
-                    False, F64, PARTS, COLS,
-                )  # fmt: skip
+                quantize_along(*args, False, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH, F64, PARTS, COLS)
             else:
-                parts = load_parts(x_ptr, place, COLS, 0, True, PARTS, COLS)
-                quantize_parts(
-                    out_ptr, parts, place, scale, prepared, COLS, 0, True, RECIPROCAL, Q_MIN, keeps, PACKED, each,
-                    False, F64, PARTS, COLS,
-                )  # fmt: skip
+                quantize_along(*args, True, RECIPROCAL, Q_MIN, BOUNDS, PACKED, EACH, F64, PARTS, COLS)
 
 
 @triton.jit
