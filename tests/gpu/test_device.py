@@ -19,6 +19,7 @@ from baracuda import (
     PlanPreference,
     QuantizeKind,
 )
+from baracuda.backends.triton import tune
 from baracuda.plan import SelectedPlan
 from baracuda.problem import OPS, Problem
 from cases import CASES, Case, assert_same_bits, is_linear, operands, run
@@ -132,6 +133,15 @@ def test_operands_at_odd_addresses_give_the_same_bits(shift: int, op: QuantizeKi
     moved = (moved_x, *others, moved_out)
     plan.launch(moved, workspace)
     assert_same_bits(_outputs(case, moved), run(case, BackendKind.REFERENCE), case)
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
+@pytest.mark.parametrize("op", [op for op in OPS if OPS[op].elementwise], ids=lambda op: op.value)
+def test_programs_that_walk_far_have_the_bits_of_the_cpu(op: QuantizeKind, kind: ElementKind) -> None:
+    p = Problem(op, (40_009, 1046), ElementKind.BF16, kind, kind.q_min, kind.q_max, PerChannel(1))
+    processors = tune.processors_of(torch.device(DEVICE))
+    assert tune.columns(p.view, 2, processors, work=tune.Work.TWO, packed=kind.is_packed).repeats > 1
+    assert_same_bits(run(Case(p), BackendKind.TRITON, DEVICE), run(Case(p), BackendKind.CPU), p)
 
 
 @pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1)], ids=str)
