@@ -26,7 +26,7 @@ from baracuda.problem import OPS, Problem, scale_elements
 
 from ._gpu_peers import formula
 from .common import write_json
-from .gpu import SCOPES, _label, about, compile_ahead, operands, verify
+from .gpu import SCOPES, Timed, _label, about, compile_ahead, operands, verify
 
 SHAPES = [(4096, 4096), (1024, 4096), (256, 4096)]
 CHOSEN_SCOPES = ("tensor", "token", "channel -1", "group 128")
@@ -42,15 +42,9 @@ MOST_SETS = 128
 
 
 @dataclass
-class Line:
+class Line(Timed):
     """One measurement; a `ratio` above 1 is how much faster ours is."""
 
-    op: str
-    scope: str
-    element: str
-    quantized: str
-    shape: tuple[int, ...]
-    microseconds: float
     compiled_microseconds: float
     ratio: float = field(init=False)
 

@@ -56,8 +56,8 @@ BACKWARDS = (
 
 
 @dataclass
-class Line:
-    """One measurement."""
+class Timed:
+    """A problem and how long it took."""
 
     op: str
     scope: str
@@ -65,6 +65,12 @@ class Line:
     quantized: str
     shape: tuple[int, ...]
     microseconds: float
+
+
+@dataclass
+class Line(Timed):
+    """One measurement beside the copy ceiling."""
+
     terabytes: float
     share: float
     bar: float

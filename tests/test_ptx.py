@@ -49,7 +49,8 @@ def compiled(step: object, forms: Sequence[str]) -> Any:
     from baracuda.backends.triton.launch import Step, compile_kernel
 
     assert isinstance(step, Step)
-    return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, GPUTarget("cuda", 90, 32))
+    target, aligned = GPUTarget("cuda", 90, 32), True
+    return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, target, aligned, *step.limits)
 
 
 def ptx_of(step: object, forms: Sequence[str]) -> str:
@@ -128,6 +129,13 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
     assert counts["fma.rn.f32"] == 2 * 2 * per_thread
     assert counts["rcp.rn.f32"] == 2
     assert counts["div.rn.f32"] == 0
+
+
+def test_a_tile_that_names_its_registers_gets_no_more() -> None:
+    from baracuda.backends.triton.static import elementwise_step
+
+    p = Problem(QuantizeKind.QUANTIZE, SHAPE, ElementKind.BF16, ElementKind.S4, -8, 7, PerToken())
+    assert ".maxnreg 48" in ptx_of(elementwise_step(p, CPU), ["*bf16", "constexpr", "*fp32", "constexpr", "*u8"])
 
 
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4])

@@ -315,7 +315,8 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
     try:
         content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError("bad-json", f"{name}: not readable as JSON: {str(error)[:200]}") from None
+        text = f"{name}: not readable as JSON: {str(error)[:200]}; copy or download it again"
+        raise CheckpointError("bad-json", text) from None
     if not isinstance(content, dict):
         raise CheckpointError("bad-json", f"{name}: expected a JSON object, got {type(content).__name__}")
     return content
