@@ -19,11 +19,23 @@ from baracuda.flow.distributed import Team
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SCRIPT = """
-import os, sys, time
+import os, sys, time, weakref
 if sys.argv[1] != "smooth":
     sys.modules["transformers"] = None
 import torch
 torch.set_num_threads(1)
+if sys.argv[1] == "leave":
+    import torch.distributed as dist
+    from baracuda.flow.distributed import team
+    if sys.argv[2] == "second":
+        dist.init_process_group("gloo")
+    with team() as ranks:
+        import torch.distributed.nn.functional
+        group = weakref.ref(ranks.group)
+        assert ranks.gather(ranks.rank) == [0, 1]
+    assert group() is None
+    assert dist.is_initialized() == (sys.argv[2] == "second")
+    sys.exit()
 import baracuda.flow.stream as stream
 from baracuda.flow import quantize_checkpoint
 if sys.argv[1] == "slow":
@@ -76,6 +88,13 @@ def test_calibration_over_two_ranks_gives_the_bytes_of_one(tmp_path: Path) -> No
     command = torchrun(tmp_path, "smooth", str(tmp_path / "model"), str(tmp_path / "two"), str(tokens))
     subprocess.run(command, check=True, timeout=180)
     assert models.contents(tmp_path / "two") == models.contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("guest", ["first", "second"])
+def test_what_is_imported_meanwhile_keeps_no_thread_of_the_team(guest: str, tmp_path: Path) -> None:
+    """torch.distributed.nn takes the default group as a default argument; gloo's threads, were they kept, can abort the
+    process while Python shuts down. A group somebody else had started goes on."""
+    subprocess.run(torchrun(tmp_path, "leave", guest), check=True, timeout=120)
 
 
 def test_a_killed_rank_ends_the_run_with_an_error(tmp_path: Path) -> None:

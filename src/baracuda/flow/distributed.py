@@ -15,8 +15,8 @@ import torch.distributed as dist
 class Team:
     """The ranks of a run; alone, every method is what one process would do anyway."""
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size, self.group = rank, size, group
 
     @property
     def leads(self) -> bool:
@@ -25,14 +25,14 @@ class Team:
     def barrier(self) -> None:
         """Wait for everybody. A rank that died makes this raise, so nobody waits for the dead."""
         if self.size > 1:
-            dist.all_reduce(torch.zeros(1))
+            dist.all_reduce(torch.zeros(1), group=self.group)
 
     def gather(self, value: Any) -> list[Any]:
         """Everybody's value, in the order of ranks, on every rank."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
     def share(self, sizes: dict[str, int]) -> list[str]:
@@ -49,18 +49,24 @@ class Team:
 
 @contextmanager
 def team(timeout_s: float = 1800) -> Iterator[Team]:
-    """The team torchrun started, or a team of one. Only small host tensors travel, so gloo carries them everywhere."""
+    """The team torchrun started, or a team of one. Only small host tensors travel, so gloo carries them everywhere.
+
+    They travel in a group of their own. Functions of torch.distributed.nn hold on to the default group when they are
+    imported while it exists (transformers imports them), and its threads, alive while Python shuts down, then abort the
+    process if they still have a tensor to let go. This group ends where the team does.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Team()
         return
+    timeout = timedelta(seconds=timeout_s)
     started = not dist.is_initialized()
     if started:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        dist.init_process_group("gloo", timeout=timeout)
+    ranks = Team(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
     try:
-        yield Team(dist.get_rank(), dist.get_world_size())
-        if started:
-            dist.barrier()  # nobody leaves while another still talks
+        yield ranks
+        ranks.barrier()  # nobody leaves while another still talks
     finally:
-        if started:
-            dist.destroy_process_group()
+        dist.destroy_process_group(None if started else ranks.group)
+        ranks.group = None  # its threads end here, whoever still holds the team
