@@ -76,8 +76,9 @@ class QATLinear(nn.Linear):
     weight_element: ElementKind
 
     def forward(self, x: Tensor) -> Tensor:
-        x, weight = self.activation_fake_quantize(under_autocast(x)), self.weight_fake_quantize(self.weight)
-        return functional.linear(x, weight, self.bias)
+        fake: Any = self._modules  # where attributes are looked up last, and slowly
+        weight = fake["weight_fake_quantize"](self.weight)
+        return functional.linear(fake["activation_fake_quantize"](under_autocast(x)), weight, self.bias)
 
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
         """The integer linear whose outputs are these, within `conversion_bound`."""
