@@ -144,7 +144,7 @@ def test_a_quantization_hands_over_its_operands(launched: Launched) -> None:
     record = launched.fake.record
     x, scale, _, out = values
     assert list(record.values[:4]) == [x.data_ptr(), scale.data_ptr(), 2**32 - 7, out.data_ptr()]
-    assert list(record.values[4:10]) == [64, 24, 1, 64, 0, 0]  # lines, width, blocks, rows, no scratch memory
+    assert list(record.values[4:12]) == [64, 24, 64, 1, 2**64 - 2**31 + 1, 0, 0, 0]  # sizes, no scratch
 
 
 def test_a_kernel_is_compiled_once_for_operands_of_a_kind(launched: Launched) -> None:

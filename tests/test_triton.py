@@ -11,6 +11,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from index_split import assert_indices_are_split_as_python_divides
 from narrowed import assert_kernels_store_16_bits, assert_scales_nobody_reads_are_not_stored
 
 from baracuda import (
@@ -115,9 +116,42 @@ def test_quotients_reach_their_bounds_and_no_further(
         assert (got is None and wanted is None) or torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("op", [QuantizeKind.FAKE_QUANTIZE_BACKWARD, QuantizeKind.QUANTIZE_BACKWARD])
+@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16, ElementKind.F32])
+@pytest.mark.parametrize("ends", [(0, 255), (1, 254), (3, 3)])
+def test_a_gradient_passes_up_to_the_last_element_in_range(
+    ends: tuple[int, int], element: ElementKind, op: QuantizeKind
+) -> None:
+    """The elements beside (bound +- 1/2) * scale, whose quotient is a tie or the one before or behind it."""
+    generator, rows = torch.Generator().manual_seed(0), 512
+    scale = torch.rand(rows, 1, generator=generator) + 0.5
+    scale *= torch.exp2(torch.randint(-99, 99, (rows, 1), generator=generator))
+    scale[:8] = torch.exp2(torch.arange(-100.0, 101, 28.5).round())[:, None]
+    zero_point = torch.randint(-300, 300, (rows, 1), generator=generator)
+    zero_point[::4] = torch.randint(-(2**22), 2**22, (rows // 4, 1), generator=generator)
+    lows, highs = ends[0] - zero_point - 0.5, ends[1] - zero_point + 0.5
+    if element is ElementKind.F16:
+        scale = scale.frexp().mantissa * torch.where(lows.abs() + highs.abs() > 2048, 2.0**-9, 1.0)
+    x = torch.cat([(lows * scale).expand(-1, 24), (highs * scale).expand(-1, 24)], 1).to(element.dtype)
+    bits = x.view(torch.int32 if element is ElementKind.F32 else torch.int16)
+    bits += torch.arange(-12, 12, dtype=bits.dtype).repeat(2)
+    p = Problem(op, tuple(x.shape), element, ElementKind.U8, *ends, PerToken())
+    given = (x, torch.ones_like(x), scale[:, 0].clone(), zero_point[:, 0].to(torch.int32))
+    outputs = []
+    for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+        plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+        outputs.append(plan.compute(given)[0])
+    assert torch.equal(*outputs)
+    assert 0.02 < (outputs[0] != 0).float().mean() < 0.98
+
+
 def test_fake_quantized_values_are_stored_as_16_bits_where_asked() -> None:
     assert_kernels_store_16_bits("cpu")
 
 
 def test_scales_that_nobody_reads_are_not_stored() -> None:
     assert_scales_nobody_reads_are_not_stored("cpu")
+
+
+def test_indices_are_split_as_python_divides() -> None:
+    assert_indices_are_split_as_python_divides("cpu")

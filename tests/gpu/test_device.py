@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from index_split import assert_indices_are_split_as_python_divides
 from torch import Tensor
 
 from baracuda import (
@@ -243,3 +244,7 @@ def test_every_16_bit_float_is_quantized_exactly_at_many_scales(element: Element
         part = Problem(p.op, (1024, 2**16), element, p.quantized, 0, 255, PerToken())
         _compare(part, x[rows], scale[rows].clone(), zero_point[rows].clone())
         _compare(part, x[rows], scale[rows].clone(), None)
+
+
+def test_indices_are_split_as_python_divides() -> None:
+    assert_indices_are_split_as_python_divides("cuda")

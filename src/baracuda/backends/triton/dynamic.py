@@ -17,6 +17,7 @@ from .static import (
     arithmetic,
     blocks_of,
     bound_forward,
+    division,
     elementwise_step,
     mask,
     one_by_one,
@@ -105,7 +106,7 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
         blocks = blocks_of(view.inner, tile.columns)
         kernel, programs = ranges.blocks, view.rows * blocks
         even = view.run == tile.parts * tile.lines and view.inner % tile.columns == 0
-        sizes = {"run": view.run, "inner": view.inner, "column_blocks": blocks}
+        sizes = {"run": view.run, "inner": view.inner, **division(blocks)}
     elif config.schedule is Schedule.ROWS:
         kernel, programs = ranges.rows, blocks_of(view.rows, tile.lines)
         even = view.run == across and view.rows % tile.lines == 0

@@ -26,6 +26,7 @@ from .numerics import (
     narrow,
     prepare,
     quantize_steps,
+    split_index,
     step_bits,
     step_lacks,
     step_rest,
@@ -184,16 +185,17 @@ def dense_tile(
 
 @triton.jit
 def dense(
-    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, blocks, rows, SEGMENT: tl.constexpr,
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, rows, blocks, factor, shift, SEGMENT: tl.constexpr,
     MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
     PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
-    program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    program = tl.program_id(0)
     if BACKWARDS:  # what a pass over the same tensor read last is still in the cache
         program = tl.num_programs(0) - 1 - program
-    first, column = program // blocks * LINES, program % blocks * (PARTS * COLS)
+    above, block = split_index(program, blocks, factor, shift, WIDE)
+    first, column = above * LINES, block * (PARTS * COLS)
     if LINES == 1:
         line = first
     else:
@@ -227,17 +229,18 @@ def dense(
 
 @triton.jit
 def columns(
-    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, row_blocks, blocks, BACKWARDS: tl.constexpr,
-    MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr,
-    COLS: tl.constexpr, ITERS: tl.constexpr, VECTOR: tl.constexpr,
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, blocks, factor, shift, row_blocks, row_factor,
+    row_shift, BACKWARDS: tl.constexpr, MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr,
+    Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
+    WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, ITERS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
-    program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
+    program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
-    column, above = program % blocks * COLS, program // blocks
-    row, first = above // row_blocks, above % row_blocks * (LINES * ITERS)
+    above, block = split_index(program, blocks, factor, shift, False)
+    row, row_block = split_index(above, row_blocks, row_factor, row_shift, WIDE)
+    column, first = (block.to(tl.int64) if WIDE else block) * COLS, row_block * (LINES * ITERS)
     index = column + tl.arange(0, COLS)[None, :]
     keep = None if MASK == NEVER else index < inner
     scale = load_scale(scale_ptr, row * inner + index, keep, F64)

@@ -40,6 +40,20 @@ def loop_bound(n):
         return n
 
 
+@triton.jit
+def split_index(n, by, factor, shift, WIDE: tl.constexpr):
+    """(n // by, n % by) of an index of 31 bits, by what `static.division` says of a number known at the launch alone.
+
+    Such a division takes thirty instructions, and a program's first load waits for them.
+    """
+    quotient = (tl.umulhi(n.to(tl.uint32) * 2, factor.to(tl.uint32)) >> shift.to(tl.uint32)).to(tl.int32)
+    rest = n - quotient * by
+    if WIDE:
+        return quotient.to(tl.int64), rest.to(tl.int64)
+    else:
+        return quotient, rest
+
+
 # -- conversions -------------------------------------------------------------------------------------------------
 
 
@@ -444,7 +458,47 @@ def step_value(step, shift, F64: tl.constexpr):
 def in_range(
     x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr
 ):
-    """low <= rint(x / scale) <= high. Clamped one step further out: that rounds the same and says the same."""
-    one: tl.constexpr = 1 if F64 else 1.0
-    step = quantize_steps(x, divisor, reciprocal, factor, low - one, high + one, shift, RECIPROCAL, WAY, F64)
-    return (step >= low + shift) & (step <= high + shift)
+    """low <= rint(x / scale) <= high; NaN is not.
+
+    PLAIN compares x itself with the ends of what passes, found once per scale. Otherwise clamped one step further out:
+    that rounds the same and says the same.
+    """
+    if WAY == PLAIN and not RECIPROCAL and not F64:
+        return (x >= least_above(half_way(low, -0.5, divisor))) & (x <= most_below(half_way(high, 0.5, divisor)))
+    else:
+        one: tl.constexpr = 1 if F64 else 1.0
+        step = quantize_steps(x, divisor, reciprocal, factor, low - one, high + one, shift, RECIPROCAL, WAY, F64)
+        return (step >= low + shift) & (step <= high + shift)
+
+
+@triton.jit
+def half_way(bound, HALF: tl.constexpr, divisor):
+    """The f64 that an f32 x must pass for rint(x / divisor), divided in f32, to be beyond an integral bound.
+
+    The tie, half a step out, is in if the bound is even. What divides into it or not is what lies on either side of the
+    middle between it and its neighbour, outward or inward: 25 bits, so that no f32 divides into it exactly and its
+    product by the divisor is an exact f64.
+    """
+    bound = tl.cast(bound, tl.float32)  # which a number is not yet
+    tie = bound + HALF
+    outward = (bound.to(tl.int32) & 1) == 0
+    away = outward == ((tie < 0) == (HALF < 0))
+    neighbour = (tie.to(tl.int32, bitcast=True) + tl.where(away, 1, -1)).to(tl.float32, bitcast=True)
+    return (tie.to(tl.float64) + neighbour.to(tl.float64)) * 0.5 * divisor.to(tl.float64)
+
+
+@triton.jit
+def least_above(y):
+    """The least f32 above an f64 that is none."""
+    if INTERPRETED:
+        near = y.to(tl.float32)
+        bits = near.to(tl.int32, bitcast=True)
+        return tl.where(near.to(tl.float64) > y, bits, bits + tl.where(bits < 0, -1, 1)).to(tl.float32, bitcast=True)
+    else:
+        return tl.inline_asm_elementwise("cvt.rp.f32.f64 $0, $1;", "=f,d", [y], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def most_below(y):
+    """The largest f32 below an f64 that is none."""
+    return -least_above(-y)

@@ -34,6 +34,7 @@ from .numerics import (
     narrow,
     prepare_positive,
     quantize_steps,
+    split_index,
     step_bits,
     step_lacks,
     step_rest,
@@ -150,14 +151,14 @@ def rows(
 
 @triton.jit
 def blocks(
-    x_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, column_blocks, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    x_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, blocks, factor, shift, MASK: tl.constexpr,
+    SYMMETRIC: tl.constexpr, INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
+    Q_MAX: tl.constexpr, SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
+    F64: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """Strided segments of up to PARTS times LINES elements, COLS of them a program: [rows, run, inner] as it lies."""
-    program = tl.program_id(0).to(tl.int64) if WIDE else tl.program_id(0)
-    row, column = program // column_blocks, program % column_blocks * COLS
+    row, block = split_index(tl.program_id(0), blocks, factor, shift, WIDE)
+    column = block * COLS
     line = tl.arange(0, LINES)[:, None]
     masked: tl.constexpr = MASK != NEVER
     place = ((row * run + line) * inner, column, line, run, inner, LINES * inner)

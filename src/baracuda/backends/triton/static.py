@@ -70,7 +70,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         tile = tune.columns(view, size, tune.processors_of(device), work=work, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
         even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
-        sizes = {"run": view.run, "inner": view.inner, "row_blocks": row_blocks, "blocks": blocks}
+        sizes = {"run": view.run, "inner": view.inner, **division(blocks), **division(row_blocks, "row_")}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
         constants |= {"VECTOR": tile.vector} | one_by_one(constants)
         programs = view.rows * row_blocks * blocks
@@ -80,7 +80,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
     across = tile.parts * tile.columns
     blocks = blocks_of(view.run, across)
     even = lines % tile.lines == 0 and view.run % across == 0
-    sizes = {"lines": lines, "width": view.run, "blocks": blocks, "rows": view.rows}
+    sizes = {"lines": lines, "width": view.run, "rows": view.rows, **division(blocks)}
     constants |= {
         "SEGMENT": 0 if view.rows == 1 else 1 if view.repeat == 1 else 2,
         "MASK": mask(even, tile.lines == 1 or view.run % across == 0),
@@ -154,3 +154,13 @@ def wide(problem: Problem) -> bool:
 
 def blocks_of(size: int, by: int) -> int:
     return -(-size // by)
+
+
+def division(by: int, which: str = "") -> dict[str, int]:
+    """What `numerics.split_index` takes: n // by is the high half of 2n * factor, shifted, for all n below 2**31.
+
+    With by <= 2**shift, factor * by exceeds 2**(31 + shift) by at most `by`, too little for n of them to reach the next
+    quotient. A factor has its highest bit set, so that as an int32, which it is passed as, it is negative.
+    """
+    shift = (by - 1).bit_length()
+    return {f"{which}blocks": by, f"{which}factor": 2 ** (31 + shift) // by + 1 - 2**32, f"{which}shift": shift}
