@@ -69,9 +69,20 @@ def problems() -> Iterator[tuple[str, Problem]]:
         yield name, Problem(op, shape, element, ElementKind.S8, low, 127, SCOPES[name], mode, scale_element=stored)
 
 
+def label(name: str, p: Problem) -> str:
+    return f"{'x'.join(map(str, p.shape))}|{_label(name, p)}"
+
+
 def set_count(nbytes: int, cache: int) -> int:
     """As many sets of operands as fill the cache twice, within reason."""
     return min(max(-(-2 * cache // nbytes), 4), MOST_SETS)
+
+
+def operand_sets(p: Problem, first: tuple[Any, ...], device: torch.device) -> list[tuple[Any, ...]]:
+    """These operands and others like them, which together fill the cache twice."""
+    nbytes = sum(value.nbytes for value in first if isinstance(value, Tensor))
+    more = set_count(nbytes, torch.cuda.get_device_properties(device).L2_cache_size) - 1
+    return [first, *(operands(p, device) for _ in range(more))]
 
 
 def captured(
@@ -125,9 +136,7 @@ def measure(name: str, p: Problem, device: torch.device, check: bool = True) -> 
     workspace, first = plan.allocate_workspace(), operands(p, device)
     if check:
         verify(p, plan, first, workspace)
-    nbytes = sum(value.nbytes for value in first if isinstance(value, Tensor))
-    more = set_count(nbytes, torch.cuda.get_device_properties(device).L2_cache_size) - 1
-    sets = [first, *(operands(p, device) for _ in range(more))]
+    sets = operand_sets(p, first, device)
     ours = captured(lambda values: plan._launch(values, workspace), sets)
     theirs = captured(lambda values: compiled(*values[:count]), sets)
     mine, other = in_turns([ours[0], theirs[0]], len(sets))
@@ -148,11 +157,7 @@ def main(options: argparse.Namespace, device: torch.device) -> None:
     start = time.monotonic()
     # Workers compile beside each other; more processes in each would only wait.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "1"
-    chosen = [
-        (name, p)
-        for name, p in problems()
-        if all(part in f"{'x'.join(map(str, p.shape))}|{_label(name, p)}" for part in options.only.split(","))
-    ]
+    chosen = [(name, p) for name, p in problems() if all(part in label(name, p) for part in options.only.split(","))]
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, L2 {cache / 2**20:.0f} MiB, read past it")
     if options.jobs > 1:

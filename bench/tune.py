@@ -1,10 +1,10 @@
 """Which tile is fastest: the evidence behind `backends/triton/tune.py`, to be repeated on another GPU.
 
-    python -m bench tune [--only PARTS] [--jobs N] [--json FILE]
+    python -m bench tune [--small] [--only PARTS] [--jobs N] [--json FILE]
 
 Every problem runs with the tile that `tune.py` chooses and with others around it; a row shows the chosen one's share of
-the copy ceiling and the best. Results must agree to the bit, whatever the tile. What is found is written into `tune.py`
-by hand, as a rule over shapes: nothing is tuned at run time.
+the copy ceiling and the best, with --small their speed beside torch.compile's kernel. Results must agree to the bit,
+whatever the tile. What is found is written into `tune.py` by hand, as a rule over shapes: nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from baracuda.problem import OPS, Problem
 from baracuda.scope import View
 from baracuda.types import QuantizeKind
 
+from . import _gpu_small as small
 from .common import arguments, write_json
 from .gpu import _label, copy_ceiling, microseconds, moved, operands, problems
 
@@ -108,9 +109,9 @@ def _dense(view: View, vector: int) -> Iterator[Tile]:
 
 
 def _columns(vector: int, light: bool) -> Iterator[Tile]:
-    for size, across, warps in product((2048, 4096), (128, 256), (2, 4, 8)):
+    for size, across, warps in product((1024, 2048, 4096), (128, 256, 512), (2, 4, 8)):
         if size // (32 * warps) in PER_THREAD:
-            for repeats, neighbours in product((1,) if light else (1, 4, 8), (2, 4, 8)):
+            for repeats, neighbours in product((1,) if light else (1, 2, 4, 8), (2, 4, 8)):
                 if neighbours <= vector:
                     yield Tile(size // across, across, warps, repeats, neighbours)
 
@@ -143,29 +144,47 @@ def compile_ahead(job: tuple[Problem, Candidate]) -> str | None:
 
 
 def sweep(name: str, p: Problem, tried: list[Candidate], ceiling: float, device: torch.device) -> dict[str, object]:
+    """The share of the ceiling that each candidate reaches; without a ceiling, of torch.compile's speed."""
+    trials = [Trial(p, candidate, device) for candidate in tried]
     values = operands(p, device)
-    outputs = [i for i, operand in enumerate(OPS[p.op].operands) if operand.output and values[i] is not None]
+    agree(p, trials, values)
+    if ceiling:
+        rates = [moved(p) / microseconds(lambda trial=trial: trial(values), 6, 5) for trial in trials]  # type: ignore[misc]
+        shares = [rate / ceiling for rate in rates]
+    else:
+        _, compiled, count = small.ready(p, device)
+        sets = small.operand_sets(p, values, device)
+        calls = [lambda values: compiled(*values[:count]), *trials]
+        graphs = [small.captured(call, sets) for call in calls]
+        theirs, *ours = small.in_turns([graph for graph, _ in graphs], len(sets))
+        shares = [theirs / each for each in ours]
+    best, by = max(zip(shares, tried, strict=True), key=lambda found: found[0])
+    size = "" if ceiling else "x".join(map(str, p.shape))
+    print(
+        f"{_label(name, p):60s}{size:11s} chosen {shares[0]:6.1%}  best {best:6.1%}  {by.tile or 'as chosen'}",
+        flush=True,
+    )
+    rows = [{"share": share, **asdict(c.tile or Tile(0, 0, 0))} for share, c in zip(shares, tried, strict=True)]
+    return {"problem": _label(name, p), "shape": p.shape, "chosen": shares[0], "best": best, "tiles": rows}
+
+
+def agree(p: Problem, trials: Sequence[Trial], values: tuple[object, ...]) -> None:
+    """Stops where a candidate gives other bits than the first."""
+    outputs = [v for v, operand in zip(values, OPS[p.op].operands, strict=True) if operand.output and v is not None]
     expected: list[torch.Tensor] = []
-    shares = []
-    for candidate in tried:
-        trial = Trial(p, candidate, device)
-        for i in outputs:
-            values[i].fill_(77)
+    for trial in trials:
+        for output in outputs:
+            output.fill_(77)  # type: ignore[attr-defined]
         trial(values)
-        got = [values[i].view(-1).view(torch.uint8).clone() for i in outputs]
+        got = [output.view(-1).view(torch.uint8).clone() for output in outputs]  # type: ignore[attr-defined]
         expected = expected or got
         if not all(map(torch.equal, got, expected)):
-            raise SystemExit(f"{_label(name, p)}: {candidate} gives other bits than {tried[0]}")
-        share = moved(p) / microseconds(lambda trial=trial: trial(values), 6, 5) / ceiling  # type: ignore[misc]
-        shares.append((share, candidate))
-    chosen, (best, by) = shares[0][0], max(shares, key=lambda found: found[0])
-    print(f"{_label(name, p):60s} chosen {chosen:6.1%}  best {best:6.1%}  {by.tile or 'as chosen'}", flush=True)
-    rows = [{"share": share, **asdict(candidate.tile or Tile(0, 0, 0))} for share, candidate in shares]
-    return {"problem": _label(name, p), "chosen": chosen, "best": best, "tiles": rows}
+            raise SystemExit(f"{p}: {trial.plan} gives other bits than {trials[0].plan}")
 
 
 def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
+    parser.add_argument("--small", action="store_true", help="4096 x 4096 and below, beside torch.compile")
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile the kernels before the timing")
 
 
@@ -176,11 +195,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     wanted = options.only.split(",")
-    chosen = [(n, p) for n, p in problems(SHAPE, options.quick) if all(part in _label(n, p) for part in wanted)]
+    all_problems = small.problems() if options.small else problems(SHAPE, options.quick)
+    chosen = [(n, p) for n, p in all_problems if all(part in small.label(n, p) for part in wanted)]
     jobs = [(p, candidate) for _, p in chosen for candidate in candidates(p, processors)]
     with ProcessPoolExecutor(options.jobs, mp_context=torch.multiprocessing.get_context("spawn")) as pool:
         refused = dict(zip(jobs, pool.map(compile_ahead, jobs, chunksize=8), strict=True))
-    ceiling = copy_ceiling(device)
+    ceiling = 0.0 if options.small else copy_ceiling(device)
     print(f"{torch.cuda.get_device_name(device)}, copy {ceiling / 1e6:.2f} TB/s, {len(jobs)} kernels")
     rows = []
     for name, p in chosen:
