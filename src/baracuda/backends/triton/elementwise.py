@@ -57,9 +57,9 @@ def formula(
     Scale and zero point have any shape that broadcasts, so that what depends on them alone is done once."""
     if OP == DEQUANTIZE:
         q = a - zero_point if HAS_ZP else a
-        return narrow(q.to(tl.float64 if F64 else tl.float32) * scale, dtype, MAY_BE_NAN)
+        return narrow(q.to(tl.float64 if F64 else tl.float32) * scale, dtype, MAY_BE_NAN, True)
     elif OP == DEQUANTIZE_BACKWARD:
-        return narrow(dy * scale, dtype, True)
+        return narrow(dy * scale, dtype, True, True)
     else:
         plain: tl.constexpr = WAY == PLAIN and not RECIPROCAL
         if plain:
@@ -72,12 +72,12 @@ def formula(
             return step_bits(step, F64)
         elif OP == FAKE_QUANTIZE:
             step = quantize_steps(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
-            return narrow(step_value(step, shift, F64) * scale, dtype, MAY_BE_NAN and not plain)
+            return narrow(step_value(step, shift, F64) * scale, dtype, MAY_BE_NAN and not plain, True)
         else:
             passes = in_range(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
             if OP == FAKE_QUANTIZE_BACKWARD:
-                # What only passes need not be converted, and a NaN that is not converted keeps sign and payload.
-                grad = dy if dtype == tl.bfloat16 else tl.where(dy == dy, dy, float("nan"))
+                # The compiler may undo f16's way there and back, and then a NaN would keep sign and payload.
+                grad = tl.where(dy == dy, dy, float("nan")) if dtype == tl.float16 else dy
             elif RECIPROCAL:
                 grad = dy * reciprocal
             elif plain:

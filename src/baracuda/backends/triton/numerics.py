@@ -69,8 +69,8 @@ def widen(x, F64: tl.constexpr):
 
 
 @triton.jit
-def narrow(y, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr):
-    """y rounded to `dtype`; a NaN becomes the one quiet NaN."""
+def narrow(y, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, COMPUTED: tl.constexpr = False):
+    """y rounded to `dtype`; a NaN becomes the one quiet NaN. COMPUTED: y is what arithmetic gave, nothing loaded."""
     if dtype == tl.bfloat16 or dtype == tl.float16:
         nan: tl.constexpr = 0x7FC0 if dtype == tl.bfloat16 else 0x7E00
         if INTERPRETED:
@@ -84,6 +84,10 @@ def narrow(y, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr):
             if MAY_BE_NAN:  # the conversion makes every NaN 0x7FFF, the largest of all patterns
                 half = tl.minimum(half, tl.full([], nan, tl.int16))
         return half.to(dtype, bitcast=True)
+    elif MAY_BE_NAN and COMPUTED and dtype == tl.float32 and not INTERPRETED:
+        # Arithmetic's NaN is 0x7FFFFFFF, the largest of all integers.
+        quiet = tl.minimum(y.to(tl.int32, bitcast=True), tl.full([], 0x7FC00000, tl.int32))
+        return quiet.to(tl.float32, bitcast=True)
     elif MAY_BE_NAN:
         return tl.where(y == y, y, float("nan")).to(dtype)
     else:

@@ -100,7 +100,7 @@ def quantize_parts(
         start, column, line, lines, width, _ = place
         if dtype.is_floating():
             offsets, mask = columns_of(place, COLS)
-            y = narrow(step_value(m, shift, F64) * scale, dtype, True)
+            y = narrow(step_value(m, shift, F64) * scale, dtype, True, True)
             tl.store(out_ptr + offsets, y, mask=mask if MASKED else None)
         elif BOUNDS == OF_THE_INTEGER:
             steps = tl.maximum(tl.minimum(step_bits(m, F64) + rest, high), low)
