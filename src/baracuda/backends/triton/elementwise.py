@@ -162,23 +162,23 @@ def finish_tile(
 
 
 @triton.jit
-def dense_tile(
+def one_tile(
     a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr,
-    COLS: tl.constexpr, VECTOR: tl.constexpr,
+    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
+    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
+    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """A tile with one scale a line. Loaded first: the elements are under way while the scale is looked at."""
+    """A tile with one scale a line, or a column. Loaded first: elements are under way while scales are looked at."""
     tile = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, PARTS, COLS, VECTOR)
     args = (tile, out_ptr, scale, zero_point, start, column, width, valid)
     if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
         finish_tile(
-            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
+            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
             COLS, VECTOR,
         )  # fmt: skip
     else:
         finish_tile(
-            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
+            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
             COLS, VECTOR,
         )  # fmt: skip
 
@@ -210,21 +210,25 @@ def dense(
     has_zp: tl.constexpr = zero_point_ptr is not None
     args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid)
     if MASK == NEVER:
-        dense_tile(
-            *args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
-        )
+        one_tile(
+            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
+            VECTOR,
+        )  # fmt: skip
     elif MASK == ALWAYS:
-        dense_tile(
-            *args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
-        )
+        one_tile(
+            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
+            VECTOR,
+        )  # fmt: skip
     elif (first + LINES <= lines) & (column + PARTS * COLS <= width):
-        dense_tile(
-            *args, False, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
-        )
+        one_tile(
+            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
+            VECTOR,
+        )  # fmt: skip
     else:
-        dense_tile(
-            *args, True, may_be_nan, has_zp, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS, VECTOR
-        )
+        one_tile(
+            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
+            VECTOR,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -248,7 +252,14 @@ def columns(
     may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
     has_zp: tl.constexpr = zero_point_ptr is not None
     end = tl.minimum(first + LINES * ITERS, run)
-    if divides(OP, RECIPROCAL) and awkward(scale, zero_point, has_zp, F64):
+    if ITERS == 1:
+        line = first + tl.arange(0, LINES)[:, None]
+        start, valid = (row * run + line) * inner, line < run
+        one_tile(
+            a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, inner, valid, MASK != NEVER, may_be_nan, has_zp,
+            True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, 1, COLS, VECTOR,
+        )  # fmt: skip
+    elif divides(OP, RECIPROCAL) and awkward(scale, zero_point, has_zp, F64):
         for top in range(loop_bound(first), loop_bound(end), LINES):
             line = top + tl.arange(0, LINES)[:, None]
             start, valid = (row * run + line) * inner, line < run
