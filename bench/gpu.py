@@ -297,6 +297,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = measure(name, p, ceiling, device, peers, not options.no_check)
         lines.append(line)
         print(_row(line), flush=True)
+    host = min(host, host_microseconds(device))
     below = [line for line in lines if line.share < line.bar]
     print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
     rates = {"copy_terabytes": ceiling / 1e6, "host_microseconds": host}

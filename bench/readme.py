@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,10 @@ def gpu_section(run: Run) -> str:
     reached = sum(line["share"] >= line["bar"] for line in lines)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     shares = {(x["op"], x["scope"]): x["share"] for x in lines if (x["element"], x["quantized"]) == ("bf16", "s8")}
+    earlier = sum("earlier" in line for line in lines)
+    runs = f"one run, but for {earlier} rows from earlier ones" if earlier else "one run"
     text = [
-        f"{run['device']}, {versions}, {run['date']}, one run, 256 MiB or more to read, bf16 and s8: the share of what "
+        f"{run['device']}, {versions}, {run['date']}, {runs}, 256 MiB or more to read, bf16 and s8: the share of what "
         f"a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
         "rows reach their bar, 95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
         f"{run['host_microseconds']:.1f} us of the host.",
@@ -69,8 +72,34 @@ def gpu_section(run: Run) -> str:
     return "\n".join(text)
 
 
+def small_section(run: Run) -> str:
+    lines = run["lines"]
+    ratios = [line["ratio"] for line in lines]
+    slower = sum(ratio < 1 for ratio in ratios)
+    worst = f", by at most {1 - min(ratios):.1%}" if slower else ""
+    shapes = list(dict.fromkeys(tuple(line["shape"]) for line in lines))
+    text = [
+        f"Tensors of {' x '.join(map(str, shapes[0]))} and less, {run['date']}: how many times as fast as the kernel "
+        "that torch.compile makes of the formula, whose bits are its own; on the device alone, with data from memory. "
+        f"The least and the median over scopes, bf16 and f32; of {len(lines)} rows {slower} are slower{worst}.",
+        "",
+        f"| operation | {' | '.join(' x '.join(map(str, shape)) for shape in shapes)} |",
+        "| --- |" + " --- |" * len(shapes),
+    ]
+    for op in dict.fromkeys(line["op"] for line in lines):
+        found = [[x["ratio"] for x in lines if x["op"] == op and tuple(x["shape"]) == shape] for shape in shapes]
+        cells = (f"{min(each):.2f} to {statistics.median(each):.2f}" if each else "" for each in found)
+        text.append(f"| {op} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
 #: Areas with a section in README; a run that is not committed leaves its section as it is.
-SECTIONS: dict[str, Callable[[Run], str]] = {"cpu": cpu_section, "gpu": gpu_section, "linear": linear_table.section}
+SECTIONS: dict[str, Callable[[Run], str]] = {
+    "cpu": cpu_section,
+    "gpu": gpu_section,
+    "gpu-small": small_section,
+    "linear": linear_table.section,
+}
 #: Areas with pages and plots beside their run.
 PAGES: dict[str, Callable[[Run, Path], None]] = {"linear": linear_table.write}
 

@@ -14,6 +14,20 @@ struct alignas(64) TensorMap {
     uint64_t opaque[16];
 };
 
+// How the driver is told of a launch: its own layout.
+struct LaunchAttribute {
+    enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
+    int id, padding;
+    int value[16];
+};
+
+struct LaunchConfig {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    LaunchAttribute* attributes;
+    unsigned attribute_count;
+};
+
 class Driver {
     int (*error_string_)(int, const char**);
 
@@ -22,9 +36,7 @@ public:
     int (*context_device)(int* device);
     int (*primary_context_retain)(void** context, int device);
     int (*context_set_current)(void* context);
-    int (*launch_kernel)(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                         unsigned block_y, unsigned block_z, unsigned shared, void* stream, void** parameters,
-                         void** extra);
+    int (*launch_kernel)(const LaunchConfig* config, void* function, void** parameters, void** extra);
     int (*encode_tiled)(TensorMap* map, int type, uint32_t rank, void* address, const uint64_t* sizes,
                         const uint64_t* strides, const uint32_t* box, const uint32_t* steps, int interleave,
                         int swizzle, int promotion, int fill);
@@ -37,7 +49,7 @@ public:
         find(library, "cuCtxGetDevice", context_device);
         find(library, "cuDevicePrimaryCtxRetain", primary_context_retain);
         find(library, "cuCtxSetCurrent", context_set_current);
-        find(library, "cuLaunchKernel", launch_kernel);
+        find(library, "cuLaunchKernelEx", launch_kernel);
         // Only kernels for the copy engine need it, and they run where the driver has it.
         encode_tiled = reinterpret_cast<decltype(encode_tiled)>(dlsym(library, "cuTensorMapEncodeTiled"));
     }

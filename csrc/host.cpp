@@ -90,7 +90,7 @@ NB_MODULE(_host, m) {
              nb::arg().none(), nb::arg(), nb::arg());
     nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>());
     nb::class_<Kernel>(m, "Kernel")
-        .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned>())
+        .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned, bool>())
         .def("constant", &Kernel::constant)
         .def("address", &Kernel::address)
         .def("number", &Kernel::number)

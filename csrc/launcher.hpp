@@ -61,13 +61,14 @@ class Kernel {
     std::string name_;
     void* function_;
     unsigned programs_, threads_, shared_;
+    bool early_;  // may come while the kernel before it still runs: it waits by itself
     std::vector<Parameter> parameters_;
     std::vector<Matrix> matrices_;
 
 public:
-    Kernel(std::string name, uint64_t function, unsigned programs, unsigned threads, unsigned shared)
+    Kernel(std::string name, uint64_t function, unsigned programs, unsigned threads, unsigned shared, bool early)
         : name_(std::move(name)), function_(reinterpret_cast<void*>(function)), programs_(programs), threads_(threads),
-          shared_(shared) {}
+          shared_(shared), early_(early) {}
 
     void constant(uint64_t bits) { add({Parameter::CONSTANT, 0, bits, 0}); }
     void address(int argument) { add({Parameter::ADDRESS, argument, 0, 0}); }
@@ -151,11 +152,13 @@ public:
         TensorMap maps[MOST_MAPS];
         void* parameters[2 * MOST];
         fill(*kernel, arguments, values, maps, parameters);
+        LaunchAttribute early{LaunchAttribute::PROGRAMMATIC_STREAM_SERIALIZATION, 0, {1}};
+        const LaunchConfig config{{kernel->programs_, 1, 1}, {kernel->threads_, 1, 1}, kernel->shared_, stream, &early,
+                                  kernel->early_};
         int result;
         // A full queue makes the driver wait: other threads must not.
         Py_BEGIN_ALLOW_THREADS;
-        result = driver_->launch_kernel(kernel->function_, kernel->programs_, 1, 1, kernel->threads_, 1, 1,
-                                        kernel->shared_, stream, parameters, nullptr);
+        result = driver_->launch_kernel(&config, kernel->function_, parameters, nullptr);
         Py_END_ALLOW_THREADS;
         if (result)
             driver_->require(result, "launching " + kernel->name_ + " (" + std::to_string(kernel->programs_) + " x " +

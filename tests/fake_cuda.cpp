@@ -6,7 +6,7 @@ extern "C" {
 
 struct Record {
     uint64_t function, stream;
-    uint32_t grid[3], block[3], shared, launches, encodes;
+    uint32_t grid[3], block[3], shared, early, launches, encodes;
     uint64_t values[48];   // the first eight bytes of each parameter
     uint64_t matrix[10];   // what the last encoding was given
 } record;
@@ -28,13 +28,25 @@ int cuDevicePrimaryCtxRetain(void** context, int of) {
 }
 int cuCtxSetCurrent(void* context) { return device = int(reinterpret_cast<uintptr_t>(context)) - 1, 0; }
 
-int cuLaunchKernel(void* function, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared, void* stream, void** parameters, void**) {
+struct Attribute {
+    int id, padding, value[16];
+};
+
+struct Config {
+    unsigned grid[3], block[3], shared;
+    void* stream;
+    Attribute* attributes;
+    unsigned count;
+};
+
+int cuLaunchKernelEx(const Config* config, void* function, void** parameters, void**) {
     if (result) return result;
-    record.function = reinterpret_cast<uint64_t>(function), record.stream = reinterpret_cast<uint64_t>(stream);
-    record.grid[0] = x, record.grid[1] = y, record.grid[2] = z;
-    record.block[0] = block_x, record.block[1] = block_y, record.block[2] = block_z;
-    record.shared = shared, ++record.launches;
+    record.function = reinterpret_cast<uint64_t>(function), record.stream = reinterpret_cast<uint64_t>(config->stream);
+    std::memcpy(record.grid, config->grid, sizeof record.grid);
+    std::memcpy(record.block, config->block, sizeof record.block);
+    record.shared = config->shared, record.early = 0, ++record.launches;
+    for (unsigned i = 0; i < config->count; ++i)
+        if (config->attributes[i].id == 6) record.early = config->attributes[i].value[0];
     for (int i = 0; i < count; ++i) std::memcpy(record.values + i, parameters[i], 8);
     return 0;
 }

@@ -18,6 +18,7 @@ class Record(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared", ctypes.c_uint32),
+        ("early", ctypes.c_uint32),
         ("launches", ctypes.c_uint32),
         ("encodes", ctypes.c_uint32),
         ("values", ctypes.c_uint64 * 48),

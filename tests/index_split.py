@@ -14,7 +14,7 @@ from baracuda.backends.triton.static import division
 LARGEST = 2**31 - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks", "factor", "shift"])
 def _split(index_ptr, quotient_ptr, rest_ptr, blocks, factor, shift, WIDE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, SIZE)
     quotient, rest = split_index(tl.load(index_ptr + lane), blocks, factor, shift, WIDE)

@@ -13,6 +13,8 @@ import torch
 import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from baracuda.flow import verify as flow_verify
+from bench import _gpu_small as small
+from bench import readme
 from bench.gpu import Line
 from bench.linear import Row
 from docs.site import benchmarks, figures, fill, links, tables
@@ -108,11 +110,39 @@ def linear_run() -> dict[str, Any]:
     return {"device": "a GPU", "torch": "2", "host_us": 5.0, "rows": [asdict(row) for row in rows]}
 
 
+def small_run() -> dict[str, Any]:
+    lines = [
+        small.Line("quantize", "token", "bf16", "s8", (4096, 4096), 10.0, 12.5),
+        small.Line("quantize", "token", "bf16", "s8", (256, 4096), 2.0, 1.9),
+        small.Line("quantize", "token", "f32", "s8", (4096, 4096), 10.0, 10.0),
+    ]
+    head = {"device": "a GPU", "versions": {"torch": "2"}, "date": "2026-01-01"}
+    return {**head, "lines": [asdict(line) for line in lines]}
+
+
+def test_readme_says_how_many_small_rows_are_slower_and_by_how_much() -> None:
+    section = readme.small_section(small_run())
+    assert "of 3 rows 1 are slower, by at most 5.0%." in section
+    assert section.endswith(
+        "| operation | 4096 x 4096 | 256 x 4096 |\n| --- | --- | --- |\n| quantize | 1.00 to 1.12 | 0.95 to 0.95 |"
+    )
+
+
+def test_readme_says_which_rows_are_not_of_the_run() -> None:
+    scopes = [Line("quantize", scope, "bf16", "s8", (1, 1), 1.0, 1.0, 1.0, 0.95, {}) for scope in readme.SCOPES]
+    run = {**gpu_run(), "date": "2026-01-01", "host_microseconds": 4.0, "lines": [asdict(line) for line in scopes]}
+    assert "2026-01-01, one run, 256 MiB" in readme.gpu_section(run)
+    run["lines"][0]["earlier"] = True
+    assert "one run, but for 1 rows from earlier ones, 256 MiB" in readme.gpu_section(run)
+
+
 def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = {"gpu": gpu_run(), "linear": linear_run()}
+    runs = {"gpu": gpu_run(), "gpu-small": small_run(), "linear": linear_run()}
     monkeypatch.setattr(benchmarks, "read", runs.get)
     text = benchmarks.MAKERS["bench_gpu"]()
     assert "| `quantize` | token | 98% | 50% |" in text and "2 of 3 measurements" in text
+    text = benchmarks.MAKERS["bench_gpu_small"]()
+    assert "| `quantize` | token | bf16 | 1.25x | 0.95x |" in text and "| `quantize` | token | f32 | 1.00x |  |" in text
     text = benchmarks.MAKERS["bench_linear"]()
     assert "| 8B qkv | 1 x 6144 x 4096 | 10.0 | 20.0 | 3.0x | 1.5x |  | 1.5x | yes |" in text
     rates, ratios = figures.gpu_rates(), figures.linear_ratios()

@@ -223,7 +223,7 @@ F32, S8 = (2, 32), (0, 8)
 def test_parameters_arrive_in_their_order_and_bits(fake: Fake) -> None:
     launcher = _host.Launcher(fake.driver, 0, [(0, -1, 0, 0), (1, -1, 0, 0), (2, -1, 0, 0), (-1, 32, *F32)], 15, 16)
     x, room = torch.randn(8), torch.empty(64)
-    kernel = _host.Kernel("kernel", 0xABC, 7, 128, 4096)
+    kernel = _host.Kernel("kernel", 0xABC, 7, 128, 4096, False)
     kernel.address(0)
     kernel.number(1, "f64")
     kernel.number(1, "f32")
@@ -249,6 +249,14 @@ def test_parameters_arrive_in_their_order_and_bits(fake: Fake) -> None:
     assert record.values[1] == struct.unpack("<Q", struct.pack("<d", 2.0))[0]
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_kernel_comes_early_where_it_is_said_to(fake: Fake, early: bool) -> None:
+    launcher, x = launcher_of(fake), torch.zeros(8)
+    launcher.add((x,), None, _host.Kernel("kernel", 1, 1, 32, 0, early))
+    assert launcher.launch((x,), None)
+    assert fake.record.early == early
+
+
 def launcher_of(fake: Fake, sources: int = 1, vectors: int = -1) -> Any:
     mask = vectors if vectors >= 0 else (1 << sources) - 1
     return _host.Launcher(fake.driver, 0, [(i, -1, 0, 0) for i in range(sources)], mask, 16)
@@ -260,7 +268,7 @@ def test_the_kernel_is_the_one_for_these_dtypes_numbers_and_alignment(fake: Fake
     forms = [(base, None), (base, 1.0), (base, base), (base.to(torch.float64), None), (base[1:], None)]
     for i, form in enumerate(forms):
         assert not launcher.launch(form, None)
-        launcher.add(form, None, _host.Kernel(str(i), i + 1, 1, 32, 0))
+        launcher.add(form, None, _host.Kernel(str(i), i + 1, 1, 32, 0, False))
     for i, form in enumerate(forms):
         assert launcher.launch(form, None) and fake.record.function == i + 1
     assert launcher.launch((base[4:], 7), None) and fake.record.function == 2, "another address, another number"
@@ -269,13 +277,13 @@ def test_the_kernel_is_the_one_for_these_dtypes_numbers_and_alignment(fake: Fake
 def test_alignment_matters_only_where_it_was_asked_for(fake: Fake) -> None:
     launcher = launcher_of(fake, 2, vectors=0b01)
     base = torch.zeros(64)
-    launcher.add((base, base), None, _host.Kernel("kernel", 1, 1, 32, 0))
+    launcher.add((base, base), None, _host.Kernel("kernel", 1, 1, 32, 0, False))
     assert launcher.launch((base, base[1:]), None) and not launcher.launch((base[1:], base), None)
 
 
 def test_an_operand_that_is_none_gives_way_to_its_place_in_the_workspace(fake: Fake) -> None:
     launcher = _host.Launcher(fake.driver, 0, [(0, 64, *S8)], 1, 16)
-    kernel, given, room = _host.Kernel("kernel", 1, 1, 32, 0), torch.zeros(4, dtype=torch.int8), torch.empty(32)
+    kernel, given, room = _host.Kernel("kernel", 1, 1, 32, 0, False), torch.zeros(4, dtype=torch.int8), torch.empty(32)
     kernel.address(0)
     launcher.add((given,), room, kernel)
     fake.set(1, 0, 0)
@@ -286,7 +294,7 @@ def test_an_operand_that_is_none_gives_way_to_its_place_in_the_workspace(fake: F
 
 def test_nothing_is_launched_on_another_device_or_without_a_context(fake: Fake) -> None:
     launcher, x = launcher_of(fake), torch.zeros(4)
-    launcher.add((x,), None, _host.Kernel("kernel", 1, 1, 32, 0))
+    launcher.add((x,), None, _host.Kernel("kernel", 1, 1, 32, 0, False))
     before = fake.record.launches
     for current in (1, -1):
         fake.set(0, current, 0)
@@ -298,7 +306,7 @@ def test_nothing_is_launched_on_another_device_or_without_a_context(fake: Fake) 
 
 def test_an_error_of_the_driver_is_raised_in_its_words(fake: Fake) -> None:
     launcher, x = launcher_of(fake), torch.zeros(4)
-    launcher.add((x,), None, _host.Kernel("the_kernel", 1, 3, 32, 99))
+    launcher.add((x,), None, _host.Kernel("the_kernel", 1, 3, 32, 99, False))
     fake.set(0, 0, 700)
     with pytest.raises(RuntimeError, match=r"the_kernel \(3 x 32 threads, 99 bytes.*an illegal fake access .*700"):
         launcher.launch((x,), None)
@@ -306,7 +314,7 @@ def test_an_error_of_the_driver_is_raised_in_its_words(fake: Fake) -> None:
 
 def test_a_matrix_is_encoded_once_for_an_address(fake: Fake) -> None:
     launcher, x, y = launcher_of(fake), torch.zeros(6, 32, dtype=torch.int8), torch.zeros(6, 32, dtype=torch.int8)
-    kernel = _host.Kernel("kernel", 1, 1, 32, 0)
+    kernel = _host.Kernel("kernel", 1, 1, 32, 0, False)
     kernel.matrix(0, 5, 3, 1, 6, 32, 2, 16)
     launcher.add((x,), None, kernel)
     fake.set(1, 0, 0)
@@ -319,7 +327,7 @@ def test_a_matrix_is_encoded_once_for_an_address(fake: Fake) -> None:
 
 
 def test_wrong_arguments_are_refused(fake: Fake) -> None:
-    launcher, kernel = launcher_of(fake), _host.Kernel("kernel", 1, 1, 32, 0)
+    launcher, kernel = launcher_of(fake), _host.Kernel("kernel", 1, 1, 32, 0, False)
     with pytest.raises(TypeError, match="tuple"):
         launcher.launch([torch.zeros(4)], None)
     with pytest.raises(ValueError, match="i32, f32 or f64"):
@@ -336,7 +344,7 @@ def test_wrong_arguments_are_refused(fake: Fake) -> None:
 
 def test_threads_launch_beside_each_other(fake: Fake) -> None:
     launcher, x = launcher_of(fake), torch.zeros(4)
-    launcher.add((x,), None, _host.Kernel("kernel", 1, 1, 32, 0))
+    launcher.add((x,), None, _host.Kernel("kernel", 1, 1, 32, 0, False))
     done: list[bool] = []
     threads = [
         threading.Thread(target=lambda: done.append(all(launcher.launch((x,), None) for _ in range(500))))

@@ -52,7 +52,9 @@ class Launched:
 
     def _loaded(self, compiled: Any, programs: int) -> Any:
         warps, _, shared = compiled.packed_metadata
-        kernel = _host.Kernel(compiled.name, len(self.kernels) + 1, programs, 32 * warps, shared)
+        kernel = _host.Kernel(
+            compiled.name, len(self.kernels) + 1, programs, 32 * warps, shared, compiled.metadata.launch_pdl
+        )
         declared = re.search(r"\.entry [^(]*\(([^)]*)\)", compiled.asm["ptx"])
         assert declared
         self.ptx.append(compiled.asm["ptx"])

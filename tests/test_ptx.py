@@ -43,18 +43,21 @@ BACKWARD = (
 )
 
 
-def compiled(step: object, forms: Sequence[str]) -> Any:
+def compiled(step: object, forms: Sequence[str], capability: int = 90) -> Any:
     from triton.backends.compiler import GPUTarget
 
     from baracuda.backends.triton.launch import Step, compile_kernel
 
     assert isinstance(step, Step)
-    target, aligned = GPUTarget("cuda", 90, 32), True
+    target, aligned = GPUTarget("cuda", capability, 32), True
     return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, target, aligned, *step.limits)
 
 
 def ptx_of(step: object, forms: Sequence[str]) -> str:
-    text: str = compiled(step, forms).asm["ptx"]
+    """Of a kernel that comes to memory in its turn."""
+    made = compiled(step, forms)
+    assert_waits(made)
+    text: str = made.asm["ptx"]
     return text
 
 
@@ -83,6 +86,17 @@ def elementwise_ptx(
         QuantizeKind.DEQUANTIZE_BACKWARD: ["constexpr", float_, scale, "*i32", float_],
     }.get(op, [float_, float_, scale, "*i32", float_])
     return ptx_of(elementwise_step(p, CPU), forms)
+
+
+def assert_waits(made: Any) -> None:
+    """A kernel launched before the one in front of it has ended waits for that end before it touches memory."""
+    ptx = made.asm["ptx"]
+    if made.metadata.launch_pdl:
+        before, _, after = ptx.partition("griddepcontrol.wait")
+        assert not re.search(r"\b(ld|st|atom|red|cp)\.(global|async|reduce)", before) and "bra" not in before
+        assert "griddepcontrol.launch_dependents" in after
+    else:
+        assert "griddepcontrol" not in ptx
 
 
 def assert_exact(ptx: str) -> None:
@@ -129,6 +143,57 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
     assert counts["fma.rn.f32"] == 2 * 2 * per_thread
     assert counts["rcp.rn.f32"] == 2
     assert counts["div.rn.f32"] == 0
+
+
+@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4])
+@pytest.mark.parametrize("shape", [(64, 512), (64, 511), SHAPE])
+def test_kernels_come_early_where_there_is_that_and_it_pays(shape: tuple[int, int], kind: ElementKind) -> None:
+    from baracuda.backends.triton.static import elementwise_step
+
+    forms = ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]
+    scattered = ["*bf16", "*fp32", "constexpr", "*i8"]
+    for op in (QuantizeKind.QUANTIZE, QuantizeKind.DEQUANTIZE):
+        p = Problem(op, shape, ElementKind.BF16, kind, kind.q_min, kind.q_max, PerToken())
+        step = elementwise_step(p, CPU)
+        assert step is not None
+        arguments = scattered if step.kernel.__name__ == "scattered" else forms
+        arguments = arguments if op is QuantizeKind.QUANTIZE else [arguments[-1], *arguments[1:-1], arguments[0]]
+        made = compiled(step, arguments)
+        assert_waits(made)
+        assert made.metadata.launch_pdl == (op is QuantizeKind.QUANTIZE or shape != SHAPE)
+        older = compiled(step, arguments, 80)
+        assert_waits(older)
+        assert not older.metadata.launch_pdl
+
+
+def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fast as they can start together, or spread evenly: by the figures in docs/explanation/performance.md."""
+    from baracuda.backends.triton import dynamic, tune
+    from baracuda.backends.triton.static import elementwise_step
+
+    def early(op: QuantizeKind, rows: int, element: ElementKind, kind: ElementKind, scope: Scope) -> bool:
+        p = Problem(op, (rows, 8192), element, kind, -kind.q_max, kind.q_max, scope)
+        config = dynamic.range_config(p, CPU) if op in dynamic_ops else None
+        if config is None:
+            step = elementwise_step(p, CPU)
+        else:
+            step = (dynamic.partial_step if config.chunks else dynamic.whole_step)(p, config, CPU)
+        assert step is not None
+        return step.limits[2]
+
+    monkeypatch.setattr(tune, "processors_of", lambda device: 132)
+    dynamic_ops = (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS)
+    f32, bf16, s8, s4 = ElementKind.F32, ElementKind.BF16, ElementKind.S8, ElementKind.S4
+    assert early(QuantizeKind.QUANTIZE, 16384, bf16, s8, PerToken())
+    assert early(QuantizeKind.DYNAMIC_QUANTIZE, 16384, bf16, s8, PerGroup(128))
+    assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerTensor())
+    for op, element, kind, scope in [
+        (QuantizeKind.QUANTIZE, f32, s4, PerToken()),
+        (QuantizeKind.CHOOSE_QPARAMS, bf16, s8, PerGroup(128)),
+        (QuantizeKind.DEQUANTIZE, bf16, s8, PerToken()),
+    ]:
+        assert early(op, 512, element, kind, scope) and not early(op, 16384, element, kind, scope)
+    assert not early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerChannel(1)), "all at once, evenly"
 
 
 def test_a_tile_that_names_its_registers_gets_no_more() -> None:
@@ -187,6 +252,8 @@ def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_a
     step, second = steps(p, Layout(p), CPU)
     float_, sums = POINTERS[element], POINTERS[ElementKind.F32 if second is None else ElementKind.F64]
     ptx = ptx_of(step, [float_, float_, "*fp32", "constexpr", float_, sums, sums])
+    if second is not None:
+        assert_exact(ptx_of(second, ["*fp64", "*fp32", "*fp32", "*fp32"]))
     assert_exact(ptx)
     found = instructions(ptx)
     assert found["bar.sync"] <= 8 and sum(n for name, n in found.items() if name.startswith("shfl")) <= 56, found

@@ -69,6 +69,26 @@ def gpu(run: dict[str, Any]) -> str:
     )
 
 
+def small(run: dict[str, Any]) -> str:
+    """The lines of `python -m bench gpu --small`: times as fast as torch.compile's kernel."""
+    shapes = list(dict.fromkeys(tuple(line["shape"]) for line in run["lines"]))
+    ratios: dict[tuple[str, str, str], dict[tuple[int, ...], float]] = {}
+    for line in run["lines"]:
+        ratios.setdefault((line["op"], line["scope"], line["element"]), {})[tuple(line["shape"])] = line["ratio"]
+    rows = [
+        [f"`{op}`", scope, element, *(f"{found[shape]:.2f}x" if shape in found else "" for shape in shapes)]
+        for (op, scope, element), found in ratios.items()
+    ]
+    heads = [" x ".join(map(str, shape)) for shape in shapes]
+    return "\n\n".join(
+        [
+            f"{run['device']}, torch {run['versions']['torch']}, {run['date']}. Times as fast as the kernel that "
+            "torch.compile makes of the formula, on the device alone, with data from memory:",
+            table(["operation", "scope", "from", *heads], rows, range(3, 3 + len(shapes))),
+        ]
+    )
+
+
 def linear(run: dict[str, Any]) -> str:
     """The rows of `python -m bench linear`: ours beside bf16 cuBLAS, int8 through cuBLASLt and row-wise fp8."""
     peers = ("bf16", "fp8", "int_mm")
@@ -100,5 +120,6 @@ def _percent(shares: list[float] | None) -> str:
 MAKERS: dict[str, Callable[[], str]] = {
     "bench_cpu": _or_missing("cpu", cpu),
     "bench_gpu": _or_missing("gpu", gpu),
+    "bench_gpu_small": _or_missing("gpu-small", small),
     "bench_linear": _or_missing("linear", linear),
 }

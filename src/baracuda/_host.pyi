@@ -18,9 +18,12 @@ class Driver:
     def __init__(self, name: str, /) -> None: ...
 
 class Kernel:
-    """A compiled kernel and its parameters, added in their order; arguments are named by their index."""
+    """A compiled kernel and its parameters, added in their order; arguments are named by their index.
 
-    def __init__(self, name: str, function: int, programs: int, threads: int, shared: int, /) -> None: ...
+    An `early` one may come while the kernel before it still runs: it waits by itself before it touches memory.
+    """
+
+    def __init__(self, name: str, function: int, programs: int, threads: int, shared: int, early: bool, /) -> None: ...
     def constant(self, bits: int, /) -> None: ...
     def address(self, argument: int, /) -> None:
         """0 where the argument is no tensor."""

@@ -111,6 +111,113 @@ def test_a_launch_goes_to_the_current_stream() -> None:
     assert torch.equal(target, expected)
 
 
+class Chain:
+    """Plans that read what the one before has just written, and write what it has just read, round after round."""
+
+    def __init__(self, device: torch.device, rows: int) -> None:
+        torch.manual_seed(rows)
+        self.x = torch.randn(rows, 1024).to(torch.bfloat16).to(device)
+        self.noise = [torch.randn(rows, 1024).to(torch.bfloat16).to(device) for _ in range(3)]
+        self.y, self.z = torch.empty_like(self.x), torch.empty_like(self.x)
+        q, packed = torch.empty(self.x.shape, dtype=torch.int8, device=device), torch.empty(rows, 512).to(device).byte()
+        scale, zero_point = torch.empty((), device=device), torch.empty((), dtype=torch.int32, device=device)
+        scales = torch.empty(1024, device=device)
+        whole, last = PerTensor(), PerChannel(1)
+        dynamic, dequantize = QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.DEQUANTIZE
+        self.steps = [
+            self.step(device, dynamic, whole, ElementKind.S8, (self.x, scale, zero_point, q)),
+            self.step(device, dequantize, whole, ElementKind.S8, (q, scale, zero_point, self.y)),
+            self.step(device, dynamic, last, ElementKind.S4, (self.y, scales, None, packed)),
+            self.step(device, dequantize, last, ElementKind.S4, (packed, scales, None, self.z)),
+            self.step(
+                device,
+                QuantizeKind.FAKE_QUANTIZE_BACKWARD,
+                whole,
+                ElementKind.S8,
+                (self.x, self.z, scale, zero_point, self.y),
+            ),
+        ]
+
+    def step(
+        self,
+        device: torch.device,
+        op: QuantizeKind,
+        scope: PerTensor | PerChannel,
+        kind: ElementKind,
+        values: tuple[object, ...],
+    ) -> tuple[SelectedPlan, tuple[object, ...], Tensor | None]:
+        asymmetric = scope == PerTensor()
+        mode = DynamicRangeMode.ASYMMETRIC if asymmetric else DynamicRangeMode.SYMMETRIC
+        low = kind.q_min if asymmetric else -kind.q_max
+        p = Problem(op, tuple(self.x.shape), ElementKind.BF16, kind, low, kind.q_max, scope, mode)
+        plan = SelectedPlan(p, device)
+        return plan, values, plan.allocate_workspace()
+
+    def run(self, rounds: int) -> None:
+        for i in range(rounds):
+            for plan, values, workspace in self.steps:
+                plan.launch(values, workspace)
+            torch.add(self.y, self.noise[i % 3], out=self.x)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 1024, 9000])
+def test_a_kernel_that_comes_early_waits_for_the_one_before_it(rows: int) -> None:
+    expected = Chain(torch.device("cpu"), rows)
+    expected.run(30)
+    eager, replayed = Chain(torch.device(DEVICE), rows), Chain(torch.device(DEVICE), rows)
+    eager.run(30)
+    torch.cuda.synchronize()
+    assert torch.equal(eager.x.cpu().view(torch.int16), expected.x.view(torch.int16))
+    kept = replayed.x.clone()
+    replayed.run(1)  # compiles
+    replayed.x.copy_(kept)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed.run(3)
+    for _ in range(10):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(replayed.x.cpu().view(torch.int16), expected.x.view(torch.int16))
+
+
+def test_a_graph_joins_two_streams_before_a_kernel_that_reads_from_both() -> None:
+    shape, device = (4096, 1024), torch.device(DEVICE)
+    x, dy = (torch.randn(shape, device=device) for _ in range(2))
+    y, dx = torch.empty_like(x), torch.empty_like(x)
+    scale = torch.rand(shape[0], device=device) * 0.02 + 0.001
+
+    def plan(op: QuantizeKind) -> SelectedPlan:
+        return SelectedPlan(Problem(op, shape, ElementKind.F32, ElementKind.S8, -128, 127, PerToken()), device)
+
+    forward, backward = plan(QuantizeKind.FAKE_QUANTIZE), plan(QuantizeKind.FAKE_QUANTIZE_BACKWARD)
+    side, graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()
+
+    def both() -> None:
+        main = torch.cuda.current_stream(device)
+        side.wait_stream(main)
+        forward.launch((x, scale, None, y))
+        with torch.cuda.stream(side):
+            dx.zero_()  # no kernel: a memset
+            forward.launch((dy, scale, None, dx))
+        main.wait_stream(side)
+        backward.launch((y, dx, scale, None, dy))
+
+    kept = dy.clone()
+    both()
+    torch.cuda.synchronize()
+    expected = dy.clone()
+    dy.copy_(kept)
+    with torch.cuda.graph(graph):
+        both()
+    for _ in range(20):
+        y.fill_(1e30)
+        dx.fill_(77.0)
+        dy.copy_(kept)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(dy, expected)
+
+
 def test_a_launch_allocates_nothing() -> None:
     case = Case(Problem(QuantizeKind.DYNAMIC_QUANTIZE, (64, 512), ElementKind.F32, ElementKind.S8, -127, 127))
     plan, values, workspace = _plan_and_operands(case)

@@ -17,6 +17,7 @@ from .static import (
     arithmetic,
     blocks_of,
     bound_forward,
+    comes_early,
     division,
     elementwise_step,
     mask,
@@ -114,8 +115,17 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
         kernel, programs = ranges.long_rows, view.rows
         even = view.run % across == 0
     constants |= {"MASK": mask(even)}
-    unaligned = one_by_one(constants)
-    return Step(kernel, programs, sizes, constants, tile.warps, device, unaligned=unaligned, registers=tile.registers)
+    return Step(
+        kernel,
+        programs,
+        sizes,
+        constants,
+        tile.warps,
+        device,
+        unaligned=one_by_one(constants),
+        registers=tile.registers,
+        early=comes_early(problem, programs, device),
+    )
 
 
 def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
@@ -134,7 +144,9 @@ def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> 
         span = blocks_of(blocks_of(view.run, config.chunks), lines) * lines
         constants |= {"MASK": mask(view.inner % tile.columns == 0 and view.run % lines == 0)}
         sizes = {"rows": view.rows, "run": view.run, "inner": view.inner, "column_blocks": blocks, "span": span}
-        return Step(ranges.partial_columns, config.chunks * view.rows * blocks, sizes, constants, tile.warps, device)
+        programs = config.chunks * view.rows * blocks
+        # Not early: beside what is left of another kernel they would not spread evenly, and all wait for the last.
+        return Step(ranges.partial_columns, programs, sizes, constants, tile.warps, device, early=False)
     across = tile.parts * tile.columns
     blocks = blocks_of(view.run, across)
     items = blocks_of(view.repeat, tile.lines) * blocks

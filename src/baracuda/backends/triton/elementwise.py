@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .handover import take_over
 from .numerics import (
     FAR,
     PLAIN,
@@ -173,13 +174,13 @@ def one_tile(
     args = (tile, out_ptr, scale, zero_point, start, column, width, valid)
     if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
         finish_tile(
-            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
-            COLS, VECTOR,
+            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64,
+            PARTS, COLS, VECTOR,
         )  # fmt: skip
     else:
         finish_tile(
-            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS,
-            COLS, VECTOR,
+            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64,
+            PARTS, COLS, VECTOR,
         )  # fmt: skip
 
 
@@ -188,9 +189,10 @@ def dense(
     a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, rows, blocks, factor, shift, SEGMENT: tl.constexpr,
     MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
+    take_over(EARLY)
     program = tl.program_id(0)
     if BACKWARDS:  # what a pass over the same tensor read last is still in the cache
         program = tl.num_programs(0) - 1 - program
@@ -237,8 +239,10 @@ def columns(
     row_shift, BACKWARDS: tl.constexpr, MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr,
     Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
     WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, ITERS: tl.constexpr, VECTOR: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
+    take_over(EARLY)
     program = tl.program_id(0)
     if BACKWARDS:
         program = tl.num_programs(0) - 1 - program
@@ -287,10 +291,11 @@ def columns(
 def scattered(
     a_ptr, scale_ptr, zero_point_ptr, out_ptr, size, axis, rows, run, inner, OP: tl.constexpr,
     RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Packed quantize and dequantize, a byte a lane, each element finding its own scale: rows of odd length, or
     segments that end inside a byte. `axis` is the length of the last axis, `size` the number of bytes."""
+    take_over(EARLY)
     byte = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     pair_length = (axis + 1) // 2
     first = byte // pair_length * axis + byte % pair_length * 2

@@ -113,12 +113,12 @@ def loaded(compiled: Any, programs: int) -> _host.Kernel:
     run = compiled.run  # loads the module, which sets `function`
     warps, clusters, shared = compiled.packed_metadata
     scratch = run.global_scratch_size or run.profile_scratch_size
-    if scratch or clusters != 1 or run.launch_cooperative_grid or run.launch_pdl:
+    if scratch or clusters != 1 or run.launch_cooperative_grid:
         raise Unsupported(
             f"{compiled.name}: expected a plain grid without scratch memory, got one that Triton must launch itself; "
             "turn instrumentation off"
         )
-    return _host.Kernel(compiled.name, compiled.function, programs, 32 * warps, shared)
+    return _host.Kernel(compiled.name, compiled.function, programs, 32 * warps, shared, bool(run.launch_pdl))
 
 
 def finish_parameters(kernel: _host.Kernel, *sizes: int) -> _host.Kernel:
@@ -138,6 +138,7 @@ def compile_kernel(
     aligned: bool = True,
     stages: int | None = None,
     registers: int = 0,
+    early: bool = True,
 ) -> Any:
     """Compile for operands of these forms ("*bf16", "i64", "constexpr" for none), then sizes, then constants."""
     names = kernel.arg_names
@@ -145,6 +146,10 @@ def compile_kernel(
     # Sizes keep their values out of the code, but a power of two that divides them is worth knowing: it makes
     # accesses wide.
     signature |= {name: "i32" if -(2**31) <= size < 2**31 else "i64" for name, size in sizes.items()}
+    # A kernel that says where it takes over may come while the one before it still runs, from Hopper on.
+    early = early and "EARLY" in names and target.arch >= 90
+    if "EARLY" in names:
+        constants = {**constants, "EARLY": early}
     signature |= dict.fromkeys(constants, "constexpr")
     values = {(names.index(name),): value for name, value in constants.items()}
     values |= {(i,): None for i, form in enumerate(forms) if form == "constexpr"}
@@ -153,7 +158,7 @@ def compile_kernel(
     attributes = {path: [["tt.divisibility", min(by, ALIGNMENT)]] for path, by in divisible.items()}
     source = ASTSource(kernel, signature, values, attributes)
     limits = ({"maxnreg": registers} if registers else {}) | ({} if stages is None else {"num_stages": stages})
-    options = {"num_warps": warps, "enable_fp_fusion": False, **limits}
+    options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": early, **limits}
     return triton.compile(source, target=target, options=options)
 
 
@@ -171,10 +176,11 @@ class Step:
         stages: int | None = None,
         unaligned: Mapping[str, object] | None = None,
         registers: int = 0,
+        early: bool = True,
     ) -> None:
         """`unaligned` are the constants that are others where an operand is not aligned for vectors; `registers` the
-        most of a thread, if there is a limit."""
-        self.kernel, self.programs, self.warps, self.limits = kernel, programs, warps, (stages, registers)
+        most of a thread, if there is a limit; `early` whether it may come while the kernel before it still runs."""
+        self.kernel, self.programs, self.warps, self.limits = kernel, programs, warps, (stages, registers, early)
         self.sizes, self.constants, self.device = dict(sizes), dict(constants), device
         self.unaligned = self.constants | dict(unaligned or {})
         self._direct: Launch | None = None

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...problem import Problem
 from ...types import SUM_LANES, SUM_STEPS
 from ..registry import Launch, Value
+from .handover import take_over
 from .launch import Step, in_turn
 from .numerics import (
     MAGIC_F32,
@@ -109,13 +110,14 @@ def blocks(
     rows, run, inner, run_blocks, segment_blocks,
     RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
     STRIDED: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr,
-    ALONE: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr,
+    ALONE: tl.constexpr, EVEN: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """One block of each of SEGMENTS neighbouring segments; WHOLE where it is all of them, so the sums are final.
 
     ALONE where these are all segments, EVEN where no block is cut short. The tile's faster axis is the one that is
     dense in memory: the run, or the inner axis of strided segments.
     """
+    take_over(EARLY)
     program = tl.program_id(0)
     group, unit = program, program * 0
     if not WHOLE:
@@ -174,10 +176,12 @@ def blocks(
 @triton.jit
 def totals(
     part_ptr, scale_ptr, grad_scale_ptr, grad_zero_point_ptr, segments, units,
-    F64: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr,
+    F64: tl.constexpr, SEGMENTS: tl.constexpr, LANES: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """The blocks of each segment, added up; what was lost lies behind the sums for the scales."""
-    segment = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
+    take_over(EARLY)
+    program = tl.program_id(0)
+    segment = program * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]
     scale_sum, lost_sum = tl.zeros([LANES, SEGMENTS], tl.float64), tl.zeros([LANES, SEGMENTS], tl.float64)
     for first in range(0, loop_bound(units), LANES):
         unit = first + tl.arange(0, LANES)[:, None]
@@ -185,7 +189,7 @@ def totals(
         offsets = unit.to(tl.int64) * segments + segment
         scale_sum += tl.load(part_ptr + offsets, mask=keep, other=0.0)
         lost_sum += tl.load(part_ptr + segments.to(tl.int64) * units + offsets, mask=keep, other=0.0)
-    out = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    out = program * SEGMENTS + tl.arange(0, SEGMENTS)
     written = out < segments
     scale_total, lost = halved(scale_sum, lost_sum, SEGMENTS, LANES, True)
     to_zero_point = to_the_zero_point(lost, load_scale(scale_ptr, out, written, F64))

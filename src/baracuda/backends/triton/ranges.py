@@ -25,6 +25,7 @@ from .extremes import (
     span_of,
     wider,
 )
+from .handover import take_over
 from .numerics import (
     HELD,
     INF,
@@ -126,9 +127,10 @@ def rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
     SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Contiguous segments of up to PARTS times COLS elements, LINES of them a program."""
+    take_over(EARLY)
     index = tl.program_id(0) * LINES + tl.arange(0, LINES)
     line = index[:, None]
     start = (line.to(tl.int64) if WIDE else line) * width
@@ -155,8 +157,10 @@ def blocks(
     SYMMETRIC: tl.constexpr, INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
     Q_MAX: tl.constexpr, SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
     F64: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Strided segments of up to PARTS times LINES elements, COLS of them a program: [rows, run, inner] as it lies."""
+    take_over(EARLY)
     row, block = split_index(tl.program_id(0), blocks, factor, shift, WIDE)
     column = block * COLS
     line = tl.arange(0, LINES)[:, None]
@@ -215,9 +219,10 @@ def long_rows(
     x_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
     SMALLEST: tl.constexpr, BOUNDS: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Contiguous segments of any length, one a program, in two passes. LINES is 1."""
+    take_over(EARLY)
     index = tl.program_id(0) + tl.arange(0, LINES)
     line = index[:, None]
     start = (line.to(tl.int64) if WIDE else line) * width
@@ -249,8 +254,10 @@ def long_rows(
 def partial(
     x_ptr, low_ptr, high_ptr, repeat, rows, run, column_blocks, items, chunks, MASK: tl.constexpr,
     SYMMETRIC: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
+    take_over(EARLY)
     program = tl.program_id(0)
     row, chunk = program % rows, program // rows
     lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
@@ -275,9 +282,10 @@ def partial(
 @triton.jit
 def partial_columns(
     x_ptr, low_ptr, high_ptr, rows, run, inner, column_blocks, span, MASK: tl.constexpr, SYMMETRIC: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """The ranges of COLS neighbouring strided segments over `span` lines of their run."""
+    take_over(EARLY)
     program = tl.program_id(0)
     column, above = program % column_blocks * COLS, program // column_blocks
     row, chunk = above % rows, above // rows
@@ -303,9 +311,10 @@ def partial_columns(
 def finish(
     low_ptr, high_ptr, scale_ptr, zero_point_ptr, chunks, segments, SYMMETRIC: tl.constexpr,
     INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr,
-    SMALLEST: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr,
+    SMALLEST: tl.constexpr, F64: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Scales from partial ranges, [chunks, segments]. Without any chunk the segments are empty."""
+    take_over(EARLY)
     index = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     keep = index < segments
     math: tl.constexpr = tl.float64 if F64 else tl.float32

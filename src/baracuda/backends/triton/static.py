@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 
-from ...problem import Problem
+from ...problem import OPS, Problem
 from ...types import Arithmetic, ElementKind, QuantizeKind
 from ..registry import Launch
 from . import elementwise as kernels
@@ -74,7 +75,10 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
         constants |= {"VECTOR": tile.vector} | one_by_one(constants)
         programs = view.rows * row_blocks * blocks
-        return Step(kernels.columns, programs, sizes, constants, tile.warps, device, registers=tile.registers)
+        early = comes_early(problem, programs, device)
+        return Step(
+            kernels.columns, programs, sizes, constants, tile.warps, device, registers=tile.registers, early=early
+        )
     lines = view.repeat * view.rows
     tile = tune.dense(view.run, size, work=work, packed=is_packed)
     across = tile.parts * tile.columns
@@ -91,9 +95,16 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "EACH": together(problem, tile, is_packed),
     }
     programs = blocks_of(lines, tile.lines) * blocks
-    unaligned = one_by_one(constants)
     return Step(
-        kernels.dense, programs, sizes, constants, tile.warps, device, unaligned=unaligned, registers=tile.registers
+        kernels.dense,
+        programs,
+        sizes,
+        constants,
+        tile.warps,
+        device,
+        unaligned=one_by_one(constants),
+        registers=tile.registers,
+        early=comes_early(problem, programs, device),
     )
 
 
@@ -102,7 +113,16 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
     axis = problem.shape[-1] if problem.shape else 1
     size = view.numel // axis * ((axis + 1) // 2)
     sizes = {"size": size, "axis": axis, "rows": view.rows, "run": view.run, "inner": view.inner}
-    return Step(kernels.scattered, blocks_of(size, 512), sizes, {**constants, "COLS": 512}, 4, device)
+    programs = blocks_of(size, 512)
+    early = comes_early(problem, programs, device)
+    return Step(kernels.scattered, programs, sizes, {**constants, "COLS": 512}, 4, device, early=early)
+
+
+def comes_early(problem: Problem, programs: int, device: torch.device) -> bool:
+    operands = OPS[problem.op].operands
+    nbytes = sum(prod(each.shape(problem)) * each.elements(problem)[0].dtype.itemsize for each in operands)
+    work = _WORK.get(problem.op, tune.Work.ONE)
+    return tune.early(programs, tune.processors_of(device), nbytes, work=work)
 
 
 def pairs_line_up(problem: Problem) -> bool:

@@ -65,16 +65,25 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
+def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.ONE) -> bool:
+    """Whether a kernel that moves `nbytes` comes while the one before it still runs.
+
+    That saves most of a microsecond between the two. But programs of a kernel that comes early start at no more than
+    820 in a microsecond (H200): many that move little each are faster without.
+    """
+    return programs <= 64 * processors or (work is not Work.LIGHT and nbytes >= 5120 * programs)
+
+
 def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
-    LIGHT ops run best with many threads; the others, bound by instructions, with threads that share what a scale costs
-    among more elements. Small programs of two warps overlap best: one computes while another waits.
+    Two vectors a thread. What takes many instructions, f64 or packed, has four, which share what a scale costs, in
+    small programs that overlap: one computes while another waits.
     """
     if work is Work.LIGHT:
-        size, warps = 2048 if element_bytes == 2 else 1024, 4
+        size, warps = 4096 // min(element_bytes, 4), 4
     else:
-        size, warps = 4096 // max(element_bytes, 2), 2
+        size, warps = 4096 // element_bytes, 2 if packed or element_bytes == 8 else 4
     columns, vector = min(power_of_two(width), size), 16 // element_bytes
     # Packed, a byte moved is more to compute: it takes as many threads as can be had.
     registers = 48 if packed and element_bytes == 2 and work is Work.ONE else 0
@@ -92,20 +101,25 @@ def columns(view: View, element_bytes: int, processors: int, *, work: Work, pack
     if run == 1:
         return Tile(1, min(power_of_two(inner), 2048), 4, vector=16 // element_bytes if packed else 0)
     if work is Work.LIGHT:
-        across = min(power_of_two(inner), 128 if element_bytes == 8 else 256)
-        lines = min(power_of_two(run), max(4096 // across, 1))
-        return Tile(lines, across, 4, vector=16 // element_bytes if packed and element_bytes < 8 else 0)
+        if packed or element_bytes == 8:
+            across = min(power_of_two(inner), 128 if element_bytes == 8 else 256)
+            lines = min(power_of_two(run), max(4096 // across, 1))
+            return Tile(lines, across, 4, vector=16 // element_bytes if element_bytes < 8 else 0)
+        # A thread keeps its columns to itself.
+        return Tile(min(power_of_two(run), 4), min(power_of_two(inner), 512), 4, vector=4)
     size, across, warps, repeats, vector = 2048, 256, 4, 4, 4 if element_bytes == 4 else 2
     if element_bytes == 2:
+        # Large tiles, if every multiprocessor gets a few of them.
+        unpacked = (4096, 128, 4, 8, 4) if view.numel > 2**13 * processors else (2048, 256, 4, 8, 2)
         size, across, warps, repeats, vector = {
-            Work.ONE: (2048, 128, 2, 8, 4) if packed else (4096, 128, 4, 8, 4),
+            Work.ONE: (2048, 128, 2, 8, 4) if packed else unpacked,
             Work.TWO: (2048, 128, 4, 4, 4),
             Work.DIVIDED: (2048, 256, 4, 8, 2),
         }[work]
     across = min(power_of_two(inner), across)
     lines = min(power_of_two(run), max(size // across, 1))
     tiles = view.rows * -(-run // lines) * -(-inner // across)
-    far = min(repeats, max(run // lines, 1), max(tiles // (16 * processors), 1))
+    far = min(repeats, max(run // lines, 1), max(tiles // (32 * processors), 1))
     return Tile(lines, across, warps, repeats=1 << (far.bit_length() - 1), vector=vector)
 
 
