@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from baracuda.backends.triton.numerics import split_index
+from baracuda.backends.triton.numerics.conversions import split_index
 from baracuda.backends.triton.static import division
 
 LARGEST = 2**31 - 1

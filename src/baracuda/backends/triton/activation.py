@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from .. import activation as recipe
-from .numerics import INF, INTERPRETED, at_most, exact_divide
+from .numerics.conversions import INF, INTERPRETED, at_most
+from .numerics.division import exact_divide
 
 
 def _exponential_terms(terms: recipe.Terms, times: int) -> tuple[float, ...]:

@@ -12,27 +12,19 @@ import triton
 import triton.language as tl
 
 from .handover import take_over
-from .numerics import (
+from .numerics.conversions import load_scale, load_zero_point, loop_bound, narrow, split_index, widen
+from .numerics.division import divide_gradient, exact_divide, invert, prepare
+from .numerics.rounding import (
     FAR,
     PLAIN,
     awkward,
     bounds,
-    divide_gradient,
-    exact_divide,
     in_range,
-    invert,
-    load_scale,
-    load_zero_point,
-    loop_bound,
-    narrow,
-    prepare,
     quantize_steps,
-    split_index,
     step_bits,
     step_lacks,
     step_rest,
     step_value,
-    widen,
 )
 from .packing import SIGNED_PAIRS, lanes, nibble, store_quantized, unpack_pairs
 

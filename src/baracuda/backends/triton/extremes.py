@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import INF, INTERPRETED, larger, largest, smaller, smallest, widen
+from .numerics.conversions import INF, INTERPRETED, larger, largest, smaller, smallest, widen
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from ...checks import DLPACK_DTYPES
 from ...errors import Unsupported
 from ..registry import Launch, Value
-from .numerics import INTERPRETED
+from .numerics.conversions import INTERPRETED
 from .sources import Source, pick, split
 
 if not (INTERPRETING := bool(INTERPRETED.value)):

@@ -18,19 +18,9 @@ from ...types import SUM_LANES, SUM_STEPS
 from ..registry import Launch, Value
 from .handover import take_over
 from .launch import Step, in_turn
-from .numerics import (
-    MAGIC_F32,
-    MAGIC_F64,
-    awkward,
-    divide_gradient,
-    exact_divide,
-    invert,
-    load_scale,
-    load_zero_point,
-    loop_bound,
-    narrow,
-    widen,
-)
+from .numerics.conversions import load_scale, load_zero_point, loop_bound, narrow, widen
+from .numerics.division import divide_gradient, exact_divide, invert
+from .numerics.rounding import MAGIC_F32, MAGIC_F64, awkward
 from .packing import lanes
 from .sources import Part
 from .static import arithmetic, blocks_of, wide

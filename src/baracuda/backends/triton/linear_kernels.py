@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .activation import activated
-from .numerics import load_scale, loop_bound, narrow, widen
+from .numerics.conversions import load_scale, loop_bound, narrow, widen
 
 
 @triton.jit

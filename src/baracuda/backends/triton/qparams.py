@@ -7,18 +7,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .numerics import (
-    INF,
-    MAGIC_F32,
-    MAGIC_F64,
-    corrected_twice,
-    divide_by,
-    fused,
-    larger,
-    narrow,
-    prepare_positive,
-    widen,
-)
+from .numerics.conversions import INF, larger, narrow, widen
+from .numerics.division import corrected_twice, divide_by, fused, prepare_positive
+from .numerics.rounding import MAGIC_F32, MAGIC_F64
 
 
 @triton.jit

@@ -26,22 +26,17 @@ from .extremes import (
     wider,
 )
 from .handover import take_over
-from .numerics import (
+from .numerics.conversions import INF, loop_bound, narrow, split_index, widen
+from .numerics.division import prepare_positive, times
+from .numerics.rounding import (
     HELD,
-    INF,
     MAGIC_BITS_F32,
     bounds,
-    loop_bound,
-    narrow,
-    prepare_positive,
     quantize_steps,
-    split_index,
     step_bits,
     step_lacks,
     step_rest,
     step_value,
-    times,
-    widen,
 )
 from .packing import store_quantized
 from .qparams import choose_qparams

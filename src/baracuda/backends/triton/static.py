@@ -177,7 +177,7 @@ def blocks_of(size: int, by: int) -> int:
 
 
 def division(by: int, which: str = "") -> dict[str, int]:
-    """What `numerics.split_index` takes: n // by is the high half of 2n * factor, shifted, for all n below 2**31.
+    """What `split_index` takes: n // by is the high half of 2n * factor, shifted, for all n below 2**31.
 
     With by <= 2**shift, factor * by exceeds 2**(31 + shift) by at most `by`, too little for n of them to reach the next
     quotient. A factor has its highest bit set, so that as an int32, which it is passed as, it is negative.

@@ -1,0 +1,182 @@
+"""Correctly rounded quotients, by a reciprocal and its correction where that is enough."""
+
+# A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
+# ruff: noqa: RET505
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .conversions import INF, INTERPRETED, widen
+
+
+@triton.jit
+def exact_divide(a, b, F64: tl.constexpr):
+    """a / b, correctly rounded over the whole range: f32 `/` is approximate, f64 `/` is not."""
+    return a / b if F64 else tl.div_rn(a, b)
+
+
+@triton.jit
+def invert(x, F64: tl.constexpr):
+    """1 / x, correctly rounded: half the instructions of a division."""
+    if INTERPRETED:
+        return exact_divide(1.0, x, F64)
+    elif F64:
+        return tl.inline_asm_elementwise("rcp.rn.f64 $0, $1;", "=d,d", [x], tl.float64, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("rcp.rn.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def fused(a, b, c):
+    """a * b + c, rounded once."""
+    if INTERPRETED and c.dtype == tl.float32:
+        return (a.to(tl.float64) * b.to(tl.float64) + c.to(tl.float64)).to(tl.float32)
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def ordinary(scale, F64: tl.constexpr):
+    """Whether quotients by the scale and their remainders neither overflow nor lose bits as they are."""
+    tiny: tl.constexpr = 2.0**-900 if F64 else 2.0**-100
+    huge: tl.constexpr = 2.0**900 if F64 else 2.0**100
+    return (scale >= tiny) & (scale <= huge)
+
+
+@triton.jit
+def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """(divisor, reciprocal, factor) of any scale, once per scale: x / scale is x * factor / divisor.
+
+    The divisor is `ordinary`; the factor brings x there too, with the scale's sign. What has no such divisor is all in
+    the factor: of 0 an infinity, of infinity 0, of NaN a NaN.
+    """
+    if RECIPROCAL:
+        return scale, invert(scale, F64), scale
+    else:
+        magnitude = tl.abs(scale)
+        step: tl.constexpr = 2.0**512 if F64 else 2.0**60
+        back: tl.constexpr = 2.0**-512 if F64 else 2.0**-60
+        factor = tl.where(ordinary(magnitude, F64), 1.0, tl.where(magnitude < 1.0, step, back)).to(scale.dtype)
+        divisible = (magnitude > 0) & (magnitude < INF)
+        special = tl.where(magnitude == 0, INF, tl.where(magnitude == INF, 0.0, scale)).to(scale.dtype)
+        divisor = tl.where(divisible, magnitude * factor, 1.0).to(scale.dtype)
+        factor = tl.where(divisible, factor, special)
+        negative = scale.to(tl.int64 if F64 else tl.int32, bitcast=True) < 0
+        return divisor, invert(divisor, F64), tl.where(negative, -factor, factor)
+
+
+@triton.jit
+def prepare_positive(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """The same for a scale that a range gave, a normal number, infinity or NaN, in a handful of instructions: the
+    divisor is the scale's significand, in [2, 4), and the factor the rest of it."""
+    if RECIPROCAL:
+        return scale, invert(scale, F64), scale
+    else:
+        integer: tl.constexpr = tl.int64 if F64 else tl.int32
+        exponents: tl.constexpr = 0x7FF0000000000000 if F64 else 0x7F800000
+        two: tl.constexpr = 0x4000000000000000 if F64 else 0x40000000
+        bits = scale.to(integer, bitcast=True)
+        divisor = ((bits & ~exponents) | two).to(scale.dtype, bitcast=True)
+        factor = (exponents - (bits & exponents)).to(scale.dtype, bitcast=True)
+        return divisor, invert(divisor, F64), tl.where(scale == scale, factor, scale)
+
+
+#: $0, $1 = the two bf16 of $2 by those of $3, widened; a product is a sum with -0.
+TIMES_BF16 = tl.constexpr("""{
+    .reg .b32 zero, pair, low, high;
+    mov.b32 zero, 0x80008000;
+    fma.rn.bf16x2 pair, $2, $3, zero;
+    shl.b32 low, pair, 16;
+    and.b32 high, pair, 0xffff0000;
+    mov.b32 $0, low;
+    mov.b32 $1, high;
+}""")
+
+
+@triton.jit
+def times(x, factor, F64: tl.constexpr):
+    """x by a power of two that brings it near its scale's significand, in the math type.
+
+    bf16 two at a time: what becomes too small for its 8 bits is, to any rounding of the quotient, as good as zero.
+    """
+    if x.dtype == tl.bfloat16 and not INTERPRETED:
+        factors = tl.broadcast_to(factor.to(tl.bfloat16), x.shape)
+        return tl.inline_asm_elementwise(TIMES_BF16, "=f,=f,r,r", [x, factors], tl.float32, is_pure=True, pack=2)
+    else:
+        return widen(x, F64) * factor
+
+
+@triton.jit
+def corrected(quotient, x, divisor, reciprocal):
+    """A quotient by the rounded reciprocal, corrected by its exact remainder."""
+    return fused(fused(quotient, -divisor, x), reciprocal, quotient)
+
+
+@triton.jit
+def corrected_twice(quotient, x, divisor, reciprocal, F64: tl.constexpr):
+    """x / divisor, correctly rounded: the first correction leaves an error below a unit, and from there the second is
+    exact by Markstein's theorem. The interpreter has no fma for f64."""
+    if F64 and INTERPRETED:
+        return x / divisor
+    else:
+        return corrected(corrected(quotient, x, divisor, reciprocal), x, divisor, reciprocal)
+
+
+@triton.jit
+def divide_by(x, N: tl.constexpr, F64: tl.constexpr):
+    """x / N of a positive x, correctly rounded where the result is a normal number."""
+    if N == 0 or (F64 and INTERPRETED):
+        return exact_divide(x, tl.full(x.shape, N, x.dtype), F64)
+    else:
+        n, inverse = tl.full(x.shape, N, x.dtype), tl.full(x.shape, 1.0 / N, x.dtype)
+        return tl.where(x < INF, corrected_twice(x * inverse, x, n, inverse, F64), x)
+
+
+def _gradient_division() -> str:
+    """PTX for four elements: $0-3 = $4-7 / $8-11, given reciprocals, negated divisors and least safe quotients."""
+    quick, slow = "", ""
+    for i in range(4):
+        y, dy, divisor, reciprocal, negated, least = (f"${i + 4 * j}" for j in range(6))
+        quick += f"""
+            mul.rn.f32 q, {dy}, {reciprocal};
+            fma.rn.f32 r, q, {negated}, {dy};
+            fma.rn.f32 s, r, {reciprocal}, q;
+            fma.rn.f32 r, s, {negated}, {dy};
+            fma.rn.f32 s, r, {reciprocal}, s;
+            abs.f32 r, q;
+            setp.ge.f32 safe, r, {least};
+            setp.le.and.f32 safe, r, 0f7E800000, safe;
+            selp.f32 {y}, s, q, safe;
+            setp.ne.and.f32 lossy{i}, {dy}, 0f00000000, !safe;"""
+        slow += f"@lossy{i} div.rn.f32 {y}, {dy}, {divisor};\n"
+    return f"""{{
+            .reg .pred safe, any, lossy0, lossy1, lossy2, lossy3;
+            .reg .f32 q, r, s;
+            {quick}
+            or.pred any, lossy0, lossy1;
+            or.pred any, any, lossy2;
+            or.pred any, any, lossy3;
+            @!any bra DONE;
+            {slow}
+            DONE:
+            }}"""
+
+
+GRADIENT_DIVISION = tl.constexpr(_gradient_division())
+
+
+@triton.jit
+def divide_gradient(dy, divisor, reciprocal, F64: tl.constexpr):
+    """dy / divisor, correctly rounded, of an `ordinary` divisor and any dy.
+
+    Two corrections make a product by the reciprocal the quotient; zeros are right before any. Where a correction could
+    lose bits, as quotient or remainder come near the ends of the exponents, the slow division is taken.
+    """
+    if F64 or INTERPRETED:
+        return exact_divide(dy, divisor, F64)
+    else:
+        least = tl.maximum(reciprocal, 1.0) * 2.0**-98
+        registers: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
+        operands = [dy, divisor, reciprocal, -divisor, least]
+        return tl.inline_asm_elementwise(GRADIENT_DIVISION, registers, operands, tl.float32, is_pure=True, pack=4)
