@@ -32,6 +32,7 @@ class Driver {
     int (*error_string_)(int, const char**);
 
 public:
+    int version = 0;  // of CUDA, the newest the driver knows: 12030 is 12.3
     int (*device_get)(int* device, int ordinal);
     int (*context_device)(int* device);
     int (*primary_context_retain)(void** context, int device);
@@ -45,6 +46,9 @@ public:
         void* library = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
         if (!library) throw std::runtime_error("the CUDA driver cannot be loaded: " + std::string(dlerror()));
         find(library, "cuGetErrorString", error_string_);
+        int (*driver_version)(int* version);
+        find(library, "cuDriverGetVersion", driver_version);
+        require(driver_version(&version), "cuDriverGetVersion");
         find(library, "cuDeviceGet", device_get);
         find(library, "cuCtxGetDevice", context_device);
         find(library, "cuDevicePrimaryCtxRetain", primary_context_retain);

@@ -88,7 +88,7 @@ NB_MODULE(_host, m) {
                  return self.holds(workspace.ptr(), size, alignment);
              },
              nb::arg().none(), nb::arg(), nb::arg());
-    nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>());
+    nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>()).def_ro("version", &Driver::version);
     nb::class_<Kernel>(m, "Kernel")
         .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned, bool>())
         .def("constant", &Kernel::constant)

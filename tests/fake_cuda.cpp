@@ -21,6 +21,7 @@ void fake_set(int parameters, int current_device, int launch_result) {
 }
 
 int cuGetErrorString(int, const char** text) { return *text = "an illegal fake access", 0; }
+int cuDriverGetVersion(int* out) { return *out = 13000, 0; }
 int cuDeviceGet(int* out, int ordinal) { return *out = ordinal, 0; }
 int cuCtxGetDevice(int* out) { return device < 0 ? 201 : (*out = device, 0); }
 int cuDevicePrimaryCtxRetain(void** context, int of) {

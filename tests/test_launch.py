@@ -119,6 +119,19 @@ def test_every_kernel_is_given_the_parameters_it_declares(launched: Launched, op
     launched.check()
 
 
+@pytest.mark.parametrize(("needed_version", "early"), [(13000, 1), (13010, 0)])
+def test_kernels_come_early_where_the_driver_captures_that_into_graphs(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, needed_version: int, early: int
+) -> None:
+    from baracuda.backends.triton import launch as module
+
+    assert launched.fake.driver.version == 13000
+    monkeypatch.setattr(module, "EARLY_IN_GRAPHS", needed_version)
+    p = Problem(QuantizeKind.QUANTIZE, (64, 24), ElementKind.BF16, ElementKind.S8, -127, 127)
+    launch(p, tensors(p))
+    assert launched.fake.record.early == early
+
+
 @pytest.mark.parametrize("m", [1, 8, 300])
 @pytest.mark.parametrize("mode", list(DynamicRangeMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize(

@@ -161,9 +161,10 @@ def test_kernels_come_early_where_there_is_that_and_it_pays(shape: tuple[int, in
         made = compiled(step, arguments)
         assert_waits(made)
         assert made.metadata.launch_pdl == (op is QuantizeKind.QUANTIZE or shape != SHAPE)
-        older = compiled(step, arguments, 80)
-        assert_waits(older)
-        assert not older.metadata.launch_pdl
+        for capability in (80, 100):
+            other = compiled(step, arguments, capability)
+            assert_waits(other)
+            assert not other.metadata.launch_pdl
 
 
 def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
+#: From this CUDA on a driver captures kernels that come early into graphs.
+EARLY_IN_GRAPHS = 12030
 #: The parameters where a number is an integer. Any other number arrives as the bits of a double, exact for every math
 #: type.
 _INTEGERS = ("zero_point_ptr", "zp")
@@ -146,8 +148,8 @@ def compile_kernel(
     # Sizes keep their values out of the code, but a power of two that divides them is worth knowing: it makes
     # accesses wide.
     signature |= {name: "i32" if -(2**31) <= size < 2**31 else "i64" for name, size in sizes.items()}
-    # A kernel that says where it takes over may come while the one before it still runs, from Hopper on.
-    early = early and "EARLY" in names and target.arch >= 90
+    # A kernel that says where it takes over may come while the one before it still runs, on Hopper, where it was seen.
+    early = early and "EARLY" in names and target.arch // 10 == 9
     if "EARLY" in names:
         constants = {**constants, "EARLY": early}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -205,7 +207,12 @@ class Step:
         forms = list(map(_form, arguments, self.kernel.arg_names))
         target = triton.runtime.driver.active.get_current_target()
         constants = self.constants if aligned else self.unaligned
-        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, self.warps, target, aligned, *self.limits)
+        stages, registers, early = self.limits
+        early = early and _driver().version >= EARLY_IN_GRAPHS
+        sizes, warps = self.sizes, self.warps
+        compiled = compile_kernel(
+            self.kernel, forms, sizes, constants, warps, target, aligned, stages, registers, early
+        )
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):
             if form.startswith("*"):
