@@ -28,8 +28,8 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 	$(BIN)/python -m pytest -m slow --slow tests/test_cpu_sweeps.py tests/test_exhaustive.py tests/test_corners.py
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_triton.py tests/test_triton_linear.py \
-	  tests/test_learned.py tests/test_honest.py -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_learned.py tests/test_honest.py \
+	  tests/test_triton_linear.py tests/test_triton.py -m "not gpu"
 
 SECONDS ?= 600
 soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched

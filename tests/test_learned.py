@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +10,7 @@ from learned import FULL_BLOCKS, assert_alike, problems, run
 
 from baracuda import BackendKind, PerChannel, PerTensor, Scope
 from baracuda.backends.reference import segment_sums
+from baracuda.problem import Problem
 from baracuda.scope import View
 from cases import LARGE_LAYOUTS, LAYOUTS
 
@@ -29,32 +27,15 @@ SEVERAL_BLOCKS: list[tuple[tuple[int, ...], Scope]] = [
 MANY_BLOCKS: list[tuple[tuple[int, ...], Scope]] = [((1100, 3, 2), PerChannel(1))]
 
 if INTERPRETER:
+    INTERPRETED = [next(problems(MANY_BLOCKS)), *problems([*LAYOUTS, *SEVERAL_BLOCKS, *FULL_BLOCKS])]
 
     @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-    def test_interpreted_kernels_have_the_bits_of_the_reference() -> None:
-        for p in [*problems([*LAYOUTS, *SEVERAL_BLOCKS, *FULL_BLOCKS]), next(problems(MANY_BLOCKS))]:
-            assert_alike(p, run(p, BackendKind.TRITON), run(p, BackendKind.REFERENCE))
+    @pytest.mark.parametrize("p", INTERPRETED, ids=lambda p: f"{p.shape}-{p.scope}-{p.element.value}")
+    def test_interpreted_kernels_have_the_bits_of_the_reference(p: Problem) -> None:
+        assert_alike(p, run(p, BackendKind.TRITON), run(p, BackendKind.REFERENCE))
 
 else:
     from baracuda import _cpu
-
-    def test_the_kernels_have_the_bits_of_the_reference_in_triton_s_interpreter() -> None:
-        pytest.importorskip("triton")
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            str(Path(__file__)),
-            "-p",
-            "no:xdist",
-            "-p",
-            "no:cacheprovider",
-        ]
-        environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_XDIST")}
-        environment["TRITON_INTERPRET"] = "1"
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
     @pytest.mark.parametrize("isa", _cpu.isas())
     def test_compiled_kernels_have_the_bits_of_the_reference_on_any_number_of_threads(isa: str) -> None:
