@@ -45,13 +45,13 @@ pytestmark = [
 def _groups() -> dict[str, list[Case]]:
     """Cases by op, layout and element: one test each, so that a failure names its place and the run stays short.
 
-    The interpreter takes seconds for a large tensor, so of the large layouts every twelfth case runs here; the device
+    The interpreter takes seconds for a large tensor, so of the large layouts every sixteenth case runs here; the device
     tests run them all.
     """
     groups: dict[str, list[Case]] = defaultdict(list)
     for i, case in enumerate(CASES):
         p = case.problem
-        if is_linear(case) or (p.view.numel > 10_000 and i % 12 != i // 96 % 12):
+        if is_linear(case) or (p.view.numel > 10_000 and i % 16 != i // 128 % 16):
             continue
         shape = "x".join(map(str, p.shape)) or "scalar"
         groups[f"{p.op.value}-{shape}-{p.scope}-{p.element.value}"].append(case)
@@ -95,11 +95,14 @@ def test_segments_too_long_for_registers_have_the_bits_of_the_reference(
     assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
 
 
+WALKING = [(op, ElementKind.S8) for op in OPS if OPS[op].elementwise]
+WALKING += [(QuantizeKind.QUANTIZE, ElementKind.S4), (QuantizeKind.DEQUANTIZE, ElementKind.S4)]
+
+
 @pytest.mark.parametrize("data", ["ordinary", "bits"])
 @pytest.mark.parametrize(("shape", "scope"), [((32, 16), PerChannel(1)), ((2, 25, 18), PerGroup(25, axis=1))], ids=str)
 @pytest.mark.parametrize("element", [ElementKind.BF16, ElementKind.F32])
-@pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4])
-@pytest.mark.parametrize("op", [op for op in OPS if OPS[op].elementwise])
+@pytest.mark.parametrize(("op", "kind"), WALKING)
 def test_programs_that_walk_down_their_columns_have_the_bits_of_the_reference(
     op: QuantizeKind,
     kind: ElementKind,
