@@ -17,13 +17,12 @@ from .static import (
     arithmetic,
     blocks_of,
     bound_forward,
-    comes_early,
     division,
     elementwise_step,
     mask,
-    one_by_one,
     packed,
     pairs_line_up,
+    tiled,
     together,
     wide,
 )
@@ -115,17 +114,7 @@ def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> St
         kernel, programs = ranges.long_rows, view.rows
         even = view.run % across == 0
     constants |= {"MASK": mask(even)}
-    return Step(
-        kernel,
-        programs,
-        sizes,
-        constants,
-        tile.warps,
-        device,
-        unaligned=one_by_one(constants),
-        registers=tile.registers,
-        early=comes_early(problem, programs, device),
-    )
+    return tiled(kernel, programs, sizes, constants, tile, problem, device)
 
 
 def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:

@@ -74,11 +74,7 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         sizes = {"run": view.run, "inner": view.inner, **division(blocks), **division(row_blocks, "row_")}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
         constants |= {"VECTOR": tile.vector} | one_by_one(constants)
-        programs = view.rows * row_blocks * blocks
-        early = comes_early(problem, programs, device)
-        return Step(
-            kernels.columns, programs, sizes, constants, tile.warps, device, registers=tile.registers, early=early
-        )
+        return tiled(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile, problem, device)
     lines = view.repeat * view.rows
     tile = tune.dense(view.run, size, work=work, packed=is_packed)
     across = tile.parts * tile.columns
@@ -94,9 +90,21 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "VECTOR": tile.vector if tile.lines == 1 else 0,  # with a vector a thread there is nothing to limit
         "EACH": together(problem, tile, is_packed),
     }
-    programs = blocks_of(lines, tile.lines) * blocks
+    return tiled(kernels.dense, blocks_of(lines, tile.lines) * blocks, sizes, constants, tile, problem, device)
+
+
+def tiled(
+    kernel: Any,
+    programs: int,
+    sizes: dict[str, int],
+    constants: dict[str, Any],
+    tile: tune.Tile,
+    problem: Problem,
+    device: torch.device,
+) -> Step:
+    """A kernel that moves a problem's operands, a tile at a time."""
     return Step(
-        kernels.dense,
+        kernel,
         programs,
         sizes,
         constants,
