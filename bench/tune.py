@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
+from typing import Any
 from unittest import mock
 
 import torch
@@ -39,30 +40,36 @@ PER_THREAD = range(8, 129)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A tile in the place of the chosen one; a dynamic range also has a schedule and chunks."""
+    """A tile in the place of the chosen one; a dynamic range also has a schedule and chunks.
+
+    `early` says whether the kernel comes while the one before it still runs; None leaves that to `tune.early`.
+    """
 
     tile: Tile | None = None
     schedule: Schedule | None = None
     chunks: int = 0
+    early: bool | None = None
 
 
 @contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
-    """Plans selected inside get the candidate's tile."""
-    tile, schedule = candidate.tile, candidate.schedule
-    if tile is None:
+    """Plans selected inside get what the candidate says."""
+    tile, schedule, early = candidate.tile, candidate.schedule, candidate.early
+    said: dict[str, Any] = {}
+    if tile is not None and schedule is not None:
+        said["dynamic"] = lambda *a, **k: Range(schedule, tile, candidate.chunks)
+    elif tile is not None:
+        said |= {"dense": lambda *a, **k: tile, "columns": lambda *a, **k: tile}
+    if early is not None:
+        said["early"] = lambda *a, **k: early
+    with mock.patch.multiple(tune, **said) if said else nullcontext():
         yield
-    elif schedule is None:
-        with mock.patch.multiple(tune, dense=lambda *a, **k: tile, columns=lambda *a, **k: tile):
-            yield
-    else:
-        with mock.patch.object(tune, "dynamic", lambda *a, **k: Range(schedule, tile, candidate.chunks)):
-            yield
 
 
 def candidates(p: Problem, processors: int) -> Iterator[Candidate]:
-    """The chosen tile, then others of the same kind."""
+    """The chosen tile, then the same that comes early and that does not, then others of its kind."""
     yield Candidate()
+    yield from (Candidate(early=early) for early in (False, True))
     view, itemsize = p.view, p.element.dtype.itemsize
     vector = 16 // itemsize
     if not OPS[p.op].dynamic:
@@ -160,12 +167,17 @@ def sweep(name: str, p: Problem, tried: list[Candidate], ceiling: float, device:
         shares = [theirs / each for each in ours]
     best, by = max(zip(shares, tried, strict=True), key=lambda found: found[0])
     size = "" if ceiling else "x".join(map(str, p.shape))
-    print(
-        f"{_label(name, p):60s}{size:11s} chosen {shares[0]:6.1%}  best {best:6.1%}  {by.tile or 'as chosen'}",
-        flush=True,
-    )
-    rows = [{"share": share, **asdict(c.tile or Tile(0, 0, 0))} for share, c in zip(shares, tried, strict=True)]
+    print(f"{_label(name, p):60s}{size:11s} chosen {shares[0]:6.1%}  best {best:6.1%}  {_named(by)}", flush=True)
+    rows = [
+        {"share": share, "early": c.early, **asdict(c.tile or Tile(0, 0, 0))}
+        for share, c in zip(shares, tried, strict=True)
+    ]
     return {"problem": _label(name, p), "shape": p.shape, "chosen": shares[0], "best": best, "tiles": rows}
+
+
+def _named(c: Candidate) -> str:
+    when = {None: "", True: ", early", False: ", not early"}[c.early]
+    return f"{c.tile or 'as chosen'}{when}"
 
 
 def agree(p: Problem, trials: Sequence[Trial], values: tuple[object, ...]) -> None:

@@ -172,11 +172,13 @@ def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.Mo
     from baracuda.backends.triton import dynamic, tune
     from baracuda.backends.triton.static import elementwise_step
 
-    def early(op: QuantizeKind, rows: int, element: ElementKind, kind: ElementKind, scope: Scope) -> bool:
+    def early(
+        op: QuantizeKind, rows: int, element: ElementKind, kind: ElementKind, scope: Scope, again: bool = False
+    ) -> bool:
         p = Problem(op, (rows, 8192), element, kind, -kind.q_max, kind.q_max, scope)
         config = dynamic.range_config(p, CPU) if op in dynamic_ops else None
         if config is None:
-            step = elementwise_step(p, CPU)
+            step = elementwise_step(p, CPU, again=again)
         else:
             step = (dynamic.partial_step if config.chunks else dynamic.whole_step)(p, config, CPU)
         assert step is not None
@@ -188,13 +190,15 @@ def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.Mo
     assert early(QuantizeKind.QUANTIZE, 16384, bf16, s8, PerToken())
     assert early(QuantizeKind.DYNAMIC_QUANTIZE, 16384, bf16, s8, PerGroup(128))
     assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerTensor())
+    assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerGroup(128))
     for op, element, kind, scope in [
         (QuantizeKind.QUANTIZE, f32, s4, PerToken()),
-        (QuantizeKind.CHOOSE_QPARAMS, bf16, s8, PerGroup(128)),
         (QuantizeKind.DEQUANTIZE, bf16, s8, PerToken()),
     ]:
         assert early(op, 512, element, kind, scope) and not early(op, 16384, element, kind, scope)
     assert not early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerChannel(1)), "all at once, evenly"
+    assert early(QuantizeKind.QUANTIZE, 512, bf16, s8, PerTensor(), again=True)
+    assert not early(QuantizeKind.QUANTIZE, 2048, bf16, s8, PerTensor(), again=True), "read from the cache in no time"
 
 
 def test_a_tile_that_names_its_registers_gets_no_more() -> None:

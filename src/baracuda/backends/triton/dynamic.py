@@ -28,6 +28,7 @@ from .static import (
 )
 from .tune import Schedule, power_of_two
 
+_OUT = {QuantizeKind.CHOOSE_QPARAMS: tune.Out.SCALES, QuantizeKind.DYNAMIC_FAKE_QUANTIZE: tune.Out.FLOATS}
 _ONE_KERNEL = (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS)
 #: (input, scale_out, zero_point_out, output)
 Sources = tuple[Source, Source, Source, Source]
@@ -64,8 +65,8 @@ def spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
 
 
 def range_config(problem: Problem, device: torch.device) -> tune.Range:
-    floats = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE
-    return tune.dynamic(problem.view, problem.element.dtype.itemsize, tune.processors_of(device), floats=floats)
+    processors, out = tune.processors_of(device), _OUT.get(problem.op, tune.Out.INTEGERS)
+    return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors, out=out)
 
 
 def _partials(problem: Problem, config: tune.Range) -> int:

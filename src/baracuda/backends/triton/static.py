@@ -74,7 +74,8 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         sizes = {"run": view.run, "inner": view.inner, **division(blocks), **division(row_blocks, "row_")}
         constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
         constants |= {"VECTOR": tile.vector} | one_by_one(constants)
-        return tiled(kernels.columns, view.rows * row_blocks * blocks, sizes, constants, tile, problem, device)
+        programs = view.rows * row_blocks * blocks
+        return tiled(kernels.columns, programs, sizes, constants, tile, problem, device, again=again)
     lines = view.repeat * view.rows
     tile = tune.dense(view.run, size, work=work, packed=is_packed)
     across = tile.parts * tile.columns
@@ -90,7 +91,8 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
         "VECTOR": tile.vector if tile.lines == 1 else 0,  # with a vector a thread there is nothing to limit
         "EACH": together(problem, tile, is_packed),
     }
-    return tiled(kernels.dense, blocks_of(lines, tile.lines) * blocks, sizes, constants, tile, problem, device)
+    programs = blocks_of(lines, tile.lines) * blocks
+    return tiled(kernels.dense, programs, sizes, constants, tile, problem, device, again=again)
 
 
 def tiled(
@@ -101,6 +103,8 @@ def tiled(
     tile: tune.Tile,
     problem: Problem,
     device: torch.device,
+    *,
+    again: bool = False,
 ) -> Step:
     """A kernel that moves a problem's operands, a tile at a time."""
     return Step(
@@ -112,7 +116,7 @@ def tiled(
         device,
         unaligned=one_by_one(constants),
         registers=tile.registers,
-        early=comes_early(problem, programs, device),
+        early=comes_early(problem, programs, device, again=again),
     )
 
 
@@ -126,11 +130,11 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
     return Step(kernels.scattered, programs, sizes, {**constants, "COLS": 512}, 4, device, early=early)
 
 
-def comes_early(problem: Problem, programs: int, device: torch.device) -> bool:
+def comes_early(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
     operands = OPS[problem.op].operands
     nbytes = sum(prod(each.shape(problem)) * each.elements(problem)[0].dtype.itemsize for each in operands)
     work = _WORK.get(problem.op, tune.Work.ONE)
-    return tune.early(programs, tune.processors_of(device), nbytes, work=work)
+    return tune.early(programs, tune.processors_of(device), nbytes, work=work, again=again)
 
 
 def pairs_line_up(problem: Problem) -> bool:

@@ -40,6 +40,14 @@ class Work(Enum):
     DIVIDED = "divided"
 
 
+class Out(Enum):
+    """What leaves a dynamic range: the scales alone, or with them the integers or the floats they stand for."""
+
+    SCALES = "scales"
+    INTEGERS = "integers"
+    FLOATS = "floats"
+
+
 class Schedule(Enum):
     """How a dynamic range is found."""
 
@@ -65,12 +73,15 @@ def processors_of(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
 
 
-def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.ONE) -> bool:
+def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.ONE, again: bool = False) -> bool:
     """Whether a kernel that moves `nbytes` comes while the one before it still runs.
 
     That saves most of a microsecond between the two. But programs of a kernel that comes early start at no more than
-    820 in a microsecond (H200): many that move little each are faster without.
+    820 in a microsecond (H200): many that take little time each are faster without. They do where they move or compute
+    little, and where they read `again` what is in the cache.
     """
+    if again:
+        return programs <= 16 * processors
     return programs <= 64 * processors or (work is not Work.LIGHT and nbytes >= 5120 * programs)
 
 
@@ -78,13 +89,18 @@ def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     """The tile of an elementwise kernel over lines of `width` elements.
 
     Two vectors a thread. What takes many instructions, f64 or packed, has four, which share what a scale costs, in
-    small programs that overlap: one computes while another waits.
+    small programs that overlap: one computes while another waits. A gradient has as many inputs with one.
     """
-    if work is Work.LIGHT:
-        size, warps = 4096 // min(element_bytes, 4), 4
-    else:
-        size, warps = 4096 // element_bytes, 2 if packed or element_bytes == 8 else 4
-    columns, vector = min(power_of_two(width), size), 16 // element_bytes
+    size, warps, vector = 4096 // element_bytes, 4, 16 // element_bytes
+    if work is Work.LIGHT and packed:
+        vector *= 2  # what a thread writes fills a sector
+    elif work is Work.LIGHT:
+        size = 4096 // min(element_bytes, 4)
+    elif packed or element_bytes == 8:
+        warps = 2
+    elif work is Work.TWO and element_bytes == 2:
+        warps = 8
+    columns = min(power_of_two(width), size)
     # Packed, a byte moved is more to compute: it takes as many threads as can be had.
     registers = 48 if packed and element_bytes == 2 and work is Work.ONE else 0
     if columns == size:
@@ -107,10 +123,11 @@ def columns(view: View, element_bytes: int, processors: int, *, work: Work, pack
             return Tile(lines, across, 4, vector=16 // element_bytes if element_bytes < 8 else 0)
         # A thread keeps its columns to itself.
         return Tile(min(power_of_two(run), 4), min(power_of_two(inner), 512), 4, vector=4)
-    size, across, warps, repeats, vector = 2048, 256, 4, 4, 4 if element_bytes == 4 else 2
+    # A thread has many elements, or many neighbours, if every multiprocessor gets a few tiles.
+    many = view.numel > 2**13 * processors
+    size, across, warps, repeats, vector = 2048, 256, 4, 4, 4 if element_bytes == 4 and many else 2
     if element_bytes == 2:
-        # Large tiles, if every multiprocessor gets a few of them.
-        unpacked = (4096, 128, 4, 8, 4) if view.numel > 2**13 * processors else (2048, 256, 4, 8, 2)
+        unpacked = (4096, 128, 4, 8, 4) if many else (2048, 256, 4, 8, 2)
         size, across, warps, repeats, vector = {
             Work.ONE: (2048, 128, 2, 8, 4) if packed else unpacked,
             Work.TWO: (2048, 128, 4, 4, 4),
@@ -123,8 +140,8 @@ def columns(view: View, element_bytes: int, processors: int, *, work: Work, pack
     return Tile(lines, across, warps, repeats=1 << (far.bit_length() - 1), vector=vector)
 
 
-def dynamic(view: View, element_bytes: int, processors: int, *, floats: bool = False) -> Range:
-    """The schedule of a dynamic range; `floats` says that they leave as such, which takes more registers.
+def dynamic(view: View, element_bytes: int, processors: int, *, out: Out = Out.INTEGERS) -> Range:
+    """The schedule of a dynamic range.
 
     Every thread that shares a segment works out its scale, so a thread looks at 16 elements of it, or more.
     """
@@ -135,10 +152,14 @@ def dynamic(view: View, element_bytes: int, processors: int, *, floats: bool = F
         return _strided(view, element_bytes, processors)
     width = power_of_two(view.run)
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
+        if out is Out.SCALES and width * element_bytes < 8192:
+            # Programs that only read: larger, so that they may come early.
+            parts = min(2, max(width // vector, 1))
+            return Range(Schedule.ROWS, _tile(width // parts, 8, vector, parts))
         warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
         parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
         tile = _tile(width // parts, warps, vector, parts)
-        few = element_bytes == 2 and parts * vector <= 32 and not floats
+        few = element_bytes == 2 and parts * vector <= 32 and out is not Out.FLOATS  # which take more
         return Range(Schedule.ROWS, replace(tile, registers=40) if few else tile)
     if view.repeat == 1 and view.rows >= processors:
         return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
