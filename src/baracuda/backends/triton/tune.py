@@ -154,7 +154,7 @@ def dynamic(view: View, element_bytes: int, processors: int, *, out: Out = Out.I
     if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
         if out is Out.SCALES and width * element_bytes < 8192:
             # Programs that only read: larger, so that they may come early.
-            parts = min(2, max(width // vector, 1))
+            parts = min(max(8 // vector, 2), max(width // vector, 1))
             return Range(Schedule.ROWS, _tile(width // parts, 8, vector, parts))
         warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
         parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
