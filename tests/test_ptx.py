@@ -50,7 +50,7 @@ def compiled(step: object, forms: Sequence[str], capability: int = 90) -> Any:
 
     assert isinstance(step, Step)
     target, aligned = GPUTarget("cuda", capability, 32), True
-    return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.warps, target, aligned, *step.limits)
+    return compile_kernel(step.kernel, forms, step.sizes, step.constants, step.build, target, aligned)
 
 
 def ptx_of(step: object, forms: Sequence[str]) -> str:
@@ -139,7 +139,7 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
     step = elementwise_step(p, CPU)
     assert step is not None
     counts = instructions(ptx_of(step, ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]))
-    per_thread = step.constants["LINES"] * step.constants["COLS"] // (32 * step.warps)  # type: ignore[operator]
+    per_thread = step.constants["LINES"] * step.constants["COLS"] // (32 * step.build.warps)  # type: ignore[operator]
     assert counts["fma.rn.f32"] == 2 * 2 * per_thread
     assert counts["rcp.rn.f32"] == 2
     assert counts["div.rn.f32"] == 0
@@ -182,7 +182,7 @@ def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.Mo
         else:
             step = (dynamic.partial_step if config.chunks else dynamic.whole_step)(p, config, CPU)
         assert step is not None
-        return step.limits[2]
+        return step.build.early
 
     monkeypatch.setattr(tune, "processors_of", lambda device: 132)
     dynamic_ops = (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS)

@@ -68,7 +68,7 @@ else:
     from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
     from baracuda.backends import activation as activation_recipe
     from baracuda.backends.triton import hopper_launch, linear, linear_kernels, linear_tune
-    from baracuda.backends.triton.launch import compile_kernel
+    from baracuda.backends.triton.launch import Build, compile_kernel
     from baracuda.problem import Problem
 
     HOPPER = GPUTarget("cuda", 90, 32)
@@ -186,7 +186,7 @@ else:
         constants = {"PER_TOKEN": True, "ACTIVATION": "gelu", "GROUP": 8, "ACROSS": True, "TAIL": 3}
         constants |= {"BM": 128, "BN": 128, "LINES": 16}
         sizes = {"M": 1400, "N": 1664, "whole": 132}
-        ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, 4, HOPPER).asm["ptx"]
+        ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
         assert_activation_rounds(ptx, Activation.GELU)
         assert "ld.global.v4" in ptx
 
@@ -222,7 +222,7 @@ else:
         constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
         constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
         sizes = {"M": 16, "N": 4096, "K": 140000}
-        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, constants, 4, HOPPER).asm["ptx"]
+        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
         if f64:
             assert "div.rn.f64" in ptx
             assert "fma.rn.f" not in ptx

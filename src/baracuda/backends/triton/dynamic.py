@@ -11,7 +11,7 @@ from ...problem import Problem
 from ...types import DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Launch
 from . import ranges, tune
-from .launch import Step, in_turn
+from .launch import Build, Step, in_turn
 from .sources import Part, Source
 from .static import (
     arithmetic,
@@ -136,14 +136,14 @@ def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> 
         sizes = {"rows": view.rows, "run": view.run, "inner": view.inner, "column_blocks": blocks, "span": span}
         programs = config.chunks * view.rows * blocks
         # Not early: beside what is left of another kernel they would not spread evenly, and all wait for the last.
-        return Step(ranges.partial_columns, programs, sizes, constants, tile.warps, device, early=False)
+        return Step(ranges.partial_columns, programs, sizes, constants, device, Build(tile.warps, early=False))
     across = tile.parts * tile.columns
     blocks = blocks_of(view.run, across)
     items = blocks_of(view.repeat, tile.lines) * blocks
     constants |= {"MASK": mask(view.run % across == 0 and view.repeat % tile.lines == 0)}
     sizes = {"repeat": view.repeat, "rows": view.rows, "run": view.run}
     sizes |= {"column_blocks": blocks, "items": items, "chunks": config.chunks}
-    return Step(ranges.partial, config.chunks * view.rows, sizes, constants, tile.warps, device)
+    return Step(ranges.partial, config.chunks * view.rows, sizes, constants, device, Build(tile.warps))
 
 
 def finish_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
@@ -152,9 +152,8 @@ def finish_step(problem: Problem, config: tune.Range, device: torch.device) -> S
     across = min(power_of_two(segments), 128)
     lines = min(power_of_two(max(chunks, 1)), 2048 // across)
     constants = _dynamic(problem) | {"LINES": lines, "COLS": across}
-    return Step(
-        ranges.finish, blocks_of(segments, across), {"chunks": chunks, "segments": segments}, constants, 4, device
-    )
+    sizes = {"chunks": chunks, "segments": segments}
+    return Step(ranges.finish, blocks_of(segments, across), sizes, constants, device)
 
 
 def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> list[Launch]:

@@ -162,7 +162,7 @@ def hopper_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, port
         return by_zero_point(f.zero_point, symmetric, portable)
     given = cast(int, f.weight_sum)
     multiply = _large(p, device, f._replace(weight_sum=Either(given, rooms["sums"])), rooms, portable)
-    add_up = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, 4, device).bound(f.weight, rooms["sums"])
+    add_up = Step(sum_rows, n, {"N": n, "K": k}, {"BK": 1024}, device).bound(f.weight, rooms["sums"])
 
     def centred(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         if operands[given] is None:
@@ -212,7 +212,7 @@ def _tail(p: Problem, device: torch.device, f: Factors, room: Part, tile: tune.T
         "LINES": lines,
     }
     programs = (tile.tiles(m, n) - whole) * (tile.m // lines)
-    step = Step(sum_tail, programs, {"M": m, "N": n, "whole": whole}, constants, 4, device)
+    step = Step(sum_tail, programs, {"M": m, "N": n, "whole": whole}, constants, device)
     return step.bound(room, f.output, f.scale, f.weight_scale, f.bias, f.residual)
 
 
@@ -242,7 +242,7 @@ def _streaming(
     if room is not None:
         per_token, activation = p.op is QuantizeKind.QUANTIZED_LINEAR, p.activation.value
         constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "SPLIT": config.split, "BN": 512}
-        add_up = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, 4, device)
+        add_up = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, device)
         then = add_up.bound(room, f.output, f.scale, f.weight_scale, f.bias, f.residual)
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:

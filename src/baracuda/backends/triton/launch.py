@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -130,17 +131,25 @@ def finish_parameters(kernel: _host.Kernel, *sizes: int) -> _host.Kernel:
     return kernel
 
 
+@dataclass(frozen=True, slots=True)
+class Build:
+    """How a kernel is compiled: `stages` of its loops and the most `registers` of a thread, where there is a limit;
+    `early` says that it may come while the kernel before it still runs."""
+
+    warps: int = 4
+    stages: int | None = None
+    registers: int = 0
+    early: bool = True
+
+
 def compile_kernel(
     kernel: Any,
     forms: Sequence[str],
     sizes: Mapping[str, int],
     constants: Mapping[str, object],
-    warps: int,
+    build: Build,
     target: GPUTarget,
     aligned: bool = True,
-    stages: int | None = None,
-    registers: int = 0,
-    early: bool = True,
 ) -> Any:
     """Compile for operands of these forms ("*bf16", "i64", "constexpr" for none), then sizes, then constants."""
     names = kernel.arg_names
@@ -149,7 +158,7 @@ def compile_kernel(
     # accesses wide.
     signature |= {name: "i32" if -(2**31) <= size < 2**31 else "i64" for name, size in sizes.items()}
     # A kernel that says where it takes over may come while the one before it still runs, on Hopper, where it was seen.
-    early = early and "EARLY" in names and target.arch // 10 == 9
+    early = build.early and "EARLY" in names and target.arch // 10 == 9
     if "EARLY" in names:
         constants = {**constants, "EARLY": early}
     signature |= dict.fromkeys(constants, "constexpr")
@@ -159,9 +168,13 @@ def compile_kernel(
     divisible |= {(names.index(name),): size & -size for name, size in sizes.items() if size > 1 and not size & 1}
     attributes = {path: [["tt.divisibility", min(by, ALIGNMENT)]] for path, by in divisible.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    limits = ({"maxnreg": registers} if registers else {}) | ({} if stages is None else {"num_stages": stages})
-    options = {"num_warps": warps, "enable_fp_fusion": False, "launch_pdl": early, **limits}
+    options = {"num_warps": build.warps, "enable_fp_fusion": False, "launch_pdl": early}
+    options |= {"maxnreg": build.registers} if build.registers else {}
+    options |= {} if build.stages is None else {"num_stages": build.stages}
     return triton.compile(source, target=target, options=options)
+
+
+_FOUR_WARPS = Build()
 
 
 class Step:
@@ -173,17 +186,13 @@ class Step:
         programs: int,
         sizes: Mapping[str, int],
         constants: Mapping[str, object],
-        warps: int,
         device: torch.device,
-        stages: int | None = None,
+        build: Build = _FOUR_WARPS,
         unaligned: Mapping[str, object] | None = None,
-        registers: int = 0,
-        early: bool = True,
     ) -> None:
-        """`unaligned` are the constants that are others where an operand is not aligned for vectors; `registers` the
-        most of a thread, if there is a limit; `early` whether it may come while the kernel before it still runs."""
-        self.kernel, self.programs, self.warps, self.limits = kernel, programs, warps, (stages, registers, early)
-        self.sizes, self.constants, self.device = dict(sizes), dict(constants), device
+        """`unaligned` are the constants that are others where an operand is not aligned for vectors."""
+        self.kernel, self.programs, self.device, self.build = kernel, programs, device, build
+        self.sizes, self.constants = dict(sizes), dict(constants)
         self.unaligned = self.constants | dict(unaligned or {})
         self._direct: Launch | None = None
 
@@ -207,12 +216,8 @@ class Step:
         forms = list(map(_form, arguments, self.kernel.arg_names))
         target = triton.runtime.driver.active.get_current_target()
         constants = self.constants if aligned else self.unaligned
-        stages, registers, early = self.limits
-        early = early and _driver().version >= EARLY_IN_GRAPHS
-        sizes, warps = self.sizes, self.warps
-        compiled = compile_kernel(
-            self.kernel, forms, sizes, constants, warps, target, aligned, stages, registers, early
-        )
+        build = replace(self.build, early=self.build.early and _driver().version >= EARLY_IN_GRAPHS)
+        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, build, target, aligned)
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):
             if form.startswith("*"):

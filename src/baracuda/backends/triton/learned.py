@@ -17,7 +17,7 @@ from ...problem import Problem
 from ...types import SUM_LANES, SUM_STEPS
 from ..registry import Launch, Value
 from .handover import take_over
-from .launch import Step, in_turn
+from .launch import Build, Step, in_turn
 from .numerics.conversions import load_scale, load_zero_point, loop_bound, narrow, widen
 from .numerics.division import divide_gradient, exact_divide, invert
 from .numerics.rounding import MAGIC_F32, MAGIC_F64, awkward
@@ -257,11 +257,11 @@ def steps(problem: Problem, layout: Layout, device: torch.device) -> tuple[Step,
         "EVEN": layout.is_even,
         "VECTOR": max(1, 4 // problem.element.dtype.itemsize),
     }
-    first = Step(blocks, layout.segment_blocks * layout.units, sizes, constants, layout.warps, device)
+    first = Step(blocks, layout.segment_blocks * layout.units, sizes, constants, device, Build(layout.warps))
     if not several:
         return first, None
     lanes = min(SUM_LANES, triton.next_power_of_2(layout.units))
     segments = min(SUM_LANES // lanes, triton.next_power_of_2(view.segments))
     folded = {"segments": view.segments, "units": layout.units}
     tile = {"F64": constants["F64"], "SEGMENTS": segments, "LANES": lanes}
-    return first, Step(totals, blocks_of(view.segments, segments), folded, tile, 4, device)
+    return first, Step(totals, blocks_of(view.segments, segments), folded, tile, device)

@@ -176,7 +176,7 @@ def _bind_portable(p: Problem, device: torch.device) -> Launch:
 
 
 def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
-    from .launch import Step
+    from .launch import Build, Step
     from .linear_kernels import matmul
 
     m, n, k = p.shape
@@ -199,7 +199,8 @@ def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
     programs = -(-m // config.m) * -(-n // config.n)
 
     def bound(zero_point: Source, constants: dict[str, Any]) -> Launch:
-        step = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, config.warps, device, config.stages)
+        build = Build(config.warps, config.stages)
+        step = Step(matmul, programs, {"M": m, "N": n, "K": k}, constants, device, build)
         factors = (f.x, f.weight, f.output, f.scale, f.weight_scale, f.bias)
         return step.bound(*factors, zero_point, f.weight_sum, f.residual)
 

@@ -12,7 +12,7 @@ from ...types import Arithmetic, ElementKind, QuantizeKind
 from ..registry import Launch
 from . import elementwise as kernels
 from . import packing, tune
-from .launch import Step
+from .launch import Build, Step
 from .sources import Source
 
 _OPS = {
@@ -107,17 +107,9 @@ def tiled(
     again: bool = False,
 ) -> Step:
     """A kernel that moves a problem's operands, a tile at a time."""
-    return Step(
-        kernel,
-        programs,
-        sizes,
-        constants,
-        tile.warps,
-        device,
-        unaligned=one_by_one(constants),
-        registers=tile.registers,
-        early=comes_early(problem, programs, device, again=again),
-    )
+    early = comes_early(problem, programs, device, again=again)
+    build = Build(tile.warps, registers=tile.registers, early=early)
+    return Step(kernel, programs, sizes, constants, device, build, unaligned=one_by_one(constants))
 
 
 def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]) -> Step:
@@ -126,8 +118,8 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
     size = view.numel // axis * ((axis + 1) // 2)
     sizes = {"size": size, "axis": axis, "rows": view.rows, "run": view.run, "inner": view.inner}
     programs = blocks_of(size, 512)
-    early = comes_early(problem, programs, device)
-    return Step(kernels.scattered, programs, sizes, {**constants, "COLS": 512}, 4, device, early=early)
+    build = Build(early=comes_early(problem, programs, device))
+    return Step(kernels.scattered, programs, sizes, {**constants, "COLS": 512}, device, build)
 
 
 def comes_early(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
