@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -120,6 +121,7 @@ def rewritten(readme: str, runs: dict[str, Run]) -> str:
 
 
 def main(argv: Sequence[str]) -> None:
+    argparse.ArgumentParser(prog="python -m bench readme", description=__doc__).parse_args(argv)
     readme, docs = Path("README.md"), Path("docs")
     runs = committed(docs)
     readme.write_text(rewritten(readme.read_text(), runs))

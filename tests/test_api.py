@@ -68,6 +68,7 @@ PUBLIC = [
     "choose_qparams",
     "convert",
     "dequantize",
+    "dynamic_fake_quantize",
     "dynamic_quantize",
     "fake_quantize",
     "flow",

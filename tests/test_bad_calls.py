@@ -35,7 +35,7 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "x is boolean",
         lambda: baracuda.quantize(X > 0, 1.0),
         InvalidProblem,
-        r"expected an element kind .*torch\.bool; convert the tensor, as with \.to\(torch\.float32\)",
+        r"x: expected a tensor of .*got torch\.bool; convert it with \.to\(\)",
     ),
     (
         "x is text",
@@ -267,7 +267,7 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "act_q is float",
         lambda: baracuda.smoothquant_linear(X, W, 1.0, WS),
         Unsupported,
-        "the quantized tensor: .*got f32",
+        "quantized activations: expected one of s8, u8, got f32; convert it, as with .*or quantize it",
     ),
     (
         "act zero point outside",
@@ -300,8 +300,56 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         InvalidProblem,
         "expected size 12 or 11 .*got 13",
     ),
-    ("a group of nothing", lambda: PerGroup(0), InvalidProblem, "a size of at least 1, got 0"),
-    ("a group of True", lambda: PerGroup(True), InvalidProblem, "a size of at least 1, got True"),
+    (
+        "packing what is too large",
+        lambda: baracuda.pack_int4(torch.tensor([3, 8])),
+        InvalidProblem,
+        r"expected values of s4, in \[-8, 7\], got \[3, 8\]; clamp them first",
+    ),
+    ("packing a list", lambda: baracuda.pack_int4([1]), InvalidProblem, "pack_int4: q: expected .*got list"),
+    (
+        "dtype is no element",
+        lambda: baracuda.quantize(X, 1.0, dtype=torch.int16),
+        InvalidProblem,
+        r"^dtype: expected an element kind .*got torch\.int16$",
+    ),
+    ("dequantized to integers", lambda: baracuda.dequantize(Q, 1.0, dtype="s32"), Unsupported, "choose .* as f32$"),
+    ("q is int32", lambda: baracuda.dequantize(Q.int(), 1.0), Unsupported, r"got s32; convert it, .*torch\.int8"),
+    (
+        "packed weights by their bytes",
+        lambda: baracuda.quantized_linear(X, W.byte(), WS),
+        Unsupported,
+        "the weight: expected one of s8, s4, got u8; .*weight_element='s4'",
+    ),
+    (
+        "a weight of another K",
+        lambda: baracuda.quantized_linear(X, W[:, :5], WS),
+        InvalidProblem,
+        r"weight_q: expected shape \[3, 6\], got \[3, 5\]; weights are \[N, K\], .*K = 6",
+    ),
+    (
+        "scales of another scope",
+        lambda: baracuda.dequantize(Q, torch.ones(4)),
+        InvalidProblem,
+        r"expected shape \[\], got \[4\]; this is the shape for PerTensor\(\), give the scope",
+    ),
+    ("scope is a list", lambda: baracuda.quantize(X, 1.0, scope=["token"]), InvalidProblem, "scope: expected Per"),
+    (
+        "scope is text, with a gradient",
+        lambda: baracuda.fake_quantize(X.clone().requires_grad_(), 1.0, scope="token"),
+        InvalidProblem,
+        "scope: expected Per.*'token'",
+    ),
+    ("include_zero is 1", lambda: baracuda.dynamic_quantize(X, include_zero=1), InvalidProblem, "True or False, got 1"),
+    ("q_min is text", lambda: baracuda.fake_quantize(X, 1.0, q_min="a"), InvalidProblem, "integers q_min and q_max"),
+    (
+        "forward-mode differentiation",
+        lambda: torch.func.jvp(lambda x: baracuda.fake_quantize(x, 0.1), (X,), (X,)),
+        Unsupported,
+        "forward-mode differentiation has no formula here; use reverse mode",
+    ),
+    ("a group of nothing", lambda: PerGroup(0), InvalidProblem, "an int size of at least 1, got 0"),
+    ("a group of True", lambda: PerGroup(True), InvalidProblem, "an int size of at least 1, got True"),
 ]
 
 

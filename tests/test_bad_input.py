@@ -138,14 +138,31 @@ def test_select_refuses_a_wrong_description(
         row.plan.select(row.describe(**changes))
 
 
-@pytest.mark.parametrize("name", ["QuantizePerToken", "FakeQuantize", "DynamicRangeQuantize"])
-def test_arithmetic_by_name_means_the_same_as_the_member_or_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["QuantizePerToken", "FakeQuantize", "DynamicRangeQuantize", "QuantizedLinear"])
+def test_a_choice_by_name_means_the_same_as_the_member(name: str) -> None:
     row = BY_NAME[name]
-    try:
-        plan = row.plan.select(row.describe(arithmetic="reciprocal"))
-    except InvalidProblem:
-        return
-    assert plan.problem.arithmetic is Arithmetic.RECIPROCAL
+    assert row.plan.select(row.describe(arithmetic="reciprocal")).problem.arithmetic is Arithmetic.RECIPROCAL
+    if name in ("DynamicRangeQuantize", "QuantizedLinear"):
+        plan = row.plan.select(row.describe(mode="asymmetric"))
+        assert plan.problem.mode is DynamicRangeMode.ASYMMETRIC
+
+
+def test_select_refuses_a_descriptor_or_a_preference_of_another_kind() -> None:
+    row = BY_NAME["QuantizePerToken"]
+    with pytest.raises(InvalidProblem, match="expected QuantizePerTokenDescriptor, got QuantizePerTensorDescriptor"):
+        row.plan.select(BY_NAME["QuantizePerTensor"].describe())
+    with pytest.raises(InvalidProblem, match="expected PlanPreference, got str; a device is a keyword"):
+        row.plan.select(row.describe(), "cpu")
+
+
+@pytest.mark.parametrize("name", ["QuantizePerToken", "SmoothQuantLinear"])
+def test_arguments_of_another_kind_are_told_apart(name: str) -> None:
+    row = BY_NAME[name]
+    plan = row.plan.select(row.describe())
+    expected = f"{row.plan.__name__}: expected {type(row.args()).__name__}, got dict"
+    assert plan.can_implement({}).reason == expected
+    with pytest.raises(InvalidProblem, match=expected):
+        plan.run({})
 
 
 # -- arguments: refused by can_implement and run alike -----------------------------------------------------------
@@ -264,8 +281,8 @@ def test_a_residual_must_not_be_the_output_and_an_activation_must_be_one(name: s
     with pytest.raises(InvalidProblem, match="output overlaps residual in memory"):
         plan.run(args, torch.empty(plan.workspace_size(), dtype=torch.uint8))
     assert_untouched(row, args)
-    with pytest.raises(InvalidProblem, match=r"activation: expected one of Activation.NONE, .* got 'gelu'"):
-        row.plan.select(row.describe(activation="gelu"))
+    with pytest.raises(InvalidProblem, match=r"Activation: expected one of 'none', .* got 'tanh'"):
+        row.plan.select(row.describe(activation="tanh"))
 
 
 @pytest.mark.parametrize("name", ["QuantizedLinear", "SmoothQuantLinear"])

@@ -105,7 +105,7 @@ def test_scratch_that_the_caller_gives_is_filled() -> None:
 
 
 def test_the_override_chooses_the_instruction_set_and_refuses_an_unknown_one() -> None:
-    command = [sys.executable, "-c", "from baracuda import _cpu; print(_cpu.isa())"]
+    command = [sys.executable, "-c", "import baracuda.backends; from baracuda import _cpu; print(_cpu.isa())"]
     for isa in _cpu.isas():
         ran = subprocess.run(
             command, env=os.environ | {"BARACUDA_ISA": isa}, capture_output=True, text=True, check=True

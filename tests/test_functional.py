@@ -175,6 +175,17 @@ def test_numpy_scales_zero_points_and_weights_come_in() -> None:
     )
 
 
+def test_a_minus_that_torch_has_put_off_is_read() -> None:
+    lazy = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert lazy.is_neg()
+    assert baracuda.quantize(lazy, 1.0).tolist() == [-2, 4]
+
+
+def test_packing_takes_numpy_arrays() -> None:
+    packed = baracuda.pack_int4(np.array([1, -2, 3], dtype=np.int64))
+    assert baracuda.unpack_int4(packed.numpy(), size=3).tolist() == [1, -2, 3]
+
+
 def test_whatever_speaks_dlpack_comes_in() -> None:
     class Foreign:
         def __dlpack__(self, **options: Any) -> Any:

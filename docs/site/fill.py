@@ -27,7 +27,7 @@ def fill(target: Path) -> None:
         written = target / name
         written.parent.mkdir(parents=True, exist_ok=True)
         made = partial(_made, pictures=pictures, up="../" * name.count("/"))
-        written.write_text(MARK.sub(made, page.read_text()))
+        written.write_text(MARK.sub(made, _linked(page.read_text())))
     for kept in ("site.css", "bench-linear.svg"):
         shutil.copy(ROOT / "docs" / kept, target)
 
@@ -37,6 +37,13 @@ def sources() -> dict[str, Path]:
     docs = ROOT / "docs"
     pages = {path.relative_to(docs).as_posix(): path for path in sorted(docs.rglob("*.md"))}
     return pages | {name: ROOT / path for name, path in BORROWED.items()}
+
+
+def _linked(page: str) -> str:
+    """A page whose links to files above docs/ lead to the pages made of them."""
+    for name, path in BORROWED.items():
+        page = page.replace(f"../{path})", f"{name})")
+    return page
 
 
 def _made(mark: re.Match[str], pictures: Path, up: str) -> str:

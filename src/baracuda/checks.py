@@ -57,6 +57,8 @@ class _Expected:
         return [DLPACK_DTYPES[dtype] for dtype in self.dtypes], self.shape, self.output, self.optional, kind, low, high
 
 
+#: Operands with an element for each segment.
+_OF_SEGMENTS = ("scale", "zero_point", "scale_out", "zero_point_out")
 #: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
 _NO_MEMORY = (float, int, type(None))
 
@@ -136,11 +138,21 @@ class Checker:
         if value.dtype not in expected.dtypes:
             raise InvalidProblem(f"{where}: expected {_describe(expected)}, got {value.dtype}; convert it with .to()")
         if value.shape != expected.shape:
-            raise InvalidProblem(f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}")
+            raise InvalidProblem(
+                f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}{self._shape_remedy(expected)}"
+            )
         if value.device != self.device:
             raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it")
         if value.layout is not torch.strided:
             raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
+
+    def _shape_remedy(self, expected: _Expected) -> str:
+        """What may have been meant, where the problem says more than the shape does."""
+        if expected.name in _OF_SEGMENTS:
+            return f"; this is the shape for {self.problem.scope}, give the scope that yours is for"
+        if expected.name == "weight_q":
+            return f"; weights are [N, K], and these activations have K = {self.problem.shape[2]}"
+        return ""
 
     def _check_strides(self, value: Tensor, expected: _Expected) -> None:
         if expected.output:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .errors import InvalidProblem
 from .problem import Problem, activation_zero_point_numbers, fake_storage, scale_elements, scale_numbers
 from .scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
 
 Element = ElementKind | torch.dtype | str
 
@@ -68,15 +68,17 @@ class _Quantize(_Layout):
     q_max: int
     input_element: Element
     output_element: Element
-    arithmetic: Arithmetic = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
 
     def _elements(self) -> tuple[ElementKind, ElementKind]:
-        return ElementKind.of(self.input_element), ElementKind.of(self.output_element)
+        element = ElementKind.of(self.input_element, "input_element")
+        return element, ElementKind.of(self.output_element, "output_element")
 
     def problem(self, op: QuantizeKind) -> Problem:
         shape, scope = self._layout()
         element, quantized = self._elements()
-        return Problem(op, shape, element, quantized, self.q_min, self.q_max, scope, arithmetic=self.arithmetic)
+        arithmetic = member(Arithmetic, self.arithmetic)
+        return Problem(op, shape, element, quantized, self.q_min, self.q_max, scope, arithmetic=arithmetic)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class _Dequantize(_Quantize):
     """Integers come in and floats go out; the range is that of the integers and changes no result."""
 
     def _elements(self) -> tuple[ElementKind, ElementKind]:
-        return ElementKind.of(self.output_element), ElementKind.of(self.input_element)
+        return super()._elements()[::-1]
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,15 @@ class FakeQuantizeDescriptor:
     input_element: Element
     scope: Scope = PerTensor()
     shape: Shape | None = None
-    arithmetic: Arithmetic = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
         shape = (self.numel,) if self.shape is None else tuple(self.shape)
         if prod(shape) != self.numel:
             raise InvalidProblem(f"expected a shape of numel={self.numel} elements, got {list(shape)}: {prod(shape)}")
-        element, storage = ElementKind.of(self.input_element), fake_storage(self.q_min, self.q_max)
-        return Problem(op, shape, element, storage, self.q_min, self.q_max, self.scope, arithmetic=self.arithmetic)
+        element = ElementKind.of(self.input_element, "input_element")
+        storage, arithmetic = fake_storage(self.q_min, self.q_max), member(Arithmetic, self.arithmetic)
+        return Problem(op, shape, element, storage, self.q_min, self.q_max, self.scope, arithmetic=arithmetic)
 
 
 @dataclass(frozen=True)
@@ -155,27 +158,27 @@ class DynamicRangeQuantizeDescriptor:
     d: int | None = None
     q_min: int = -127
     q_max: int = 127
-    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
     scope: Scope = PerToken()
     input_element: Element = ElementKind.F32
     output_element: Element = ElementKind.S8
     scale_element: Element | None = None
     include_zero: bool = False
     shape: Shape | None = None
-    arithmetic: Arithmetic = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
-        element = ElementKind.of(self.input_element)
+        element = ElementKind.of(self.input_element, "input_element")
         return Problem(
             op,
             self._shape(),
             element,
-            ElementKind.of(self.output_element),
+            ElementKind.of(self.output_element, "output_element"),
             self.q_min,
             self.q_max,
             self.scope,
-            self.mode,
-            self.arithmetic,
+            member(DynamicRangeMode, self.mode),
+            member(Arithmetic, self.arithmetic),
             stored_scale_element(self.scale_element, element),
             self.include_zero,
         )
@@ -199,26 +202,26 @@ class QuantizedLinearDescriptor:
     q_max: int = 127
     activation_element: Element = ElementKind.F32
     weight_element: Element = ElementKind.S8
-    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
     quantized_element: Element = ElementKind.S8
     scale_element: Element | None = None
-    arithmetic: Arithmetic = Arithmetic.DIVIDE
-    activation: Activation = Activation.NONE
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    activation: Activation | str = Activation.NONE
 
     def problem(self, op: QuantizeKind) -> Problem:
-        element = ElementKind.of(self.activation_element)
+        element = ElementKind.of(self.activation_element, "activation_element")
         return Problem(
             op,
             (self.m, self.c_out, self.k),
             element,
-            ElementKind.of(self.quantized_element),
+            ElementKind.of(self.quantized_element, "quantized_element"),
             self.q_min,
             self.q_max,
-            mode=self.mode,
-            arithmetic=self.arithmetic,
+            mode=member(DynamicRangeMode, self.mode),
+            arithmetic=member(Arithmetic, self.arithmetic),
             scale_element=stored_scale_element(self.scale_element, element),
-            weight=ElementKind.of(self.weight_element),
-            activation=self.activation,
+            weight=ElementKind.of(self.weight_element, "weight_element"),
+            activation=member(Activation, self.activation),
         )
 
 
@@ -234,24 +237,24 @@ class SmoothQuantLinearDescriptor:
     weight_element: Element = ElementKind.S8
     output_element: Element = ElementKind.F32
     act_zero_point: int = 0
-    activation: Activation = Activation.NONE
+    activation: Activation | str = Activation.NONE
 
     def problem(self, op: QuantizeKind) -> Problem:
         problem = smoothquant_problem(
             (self.m, self.n, self.k),
-            ElementKind.of(self.output_element),
-            ElementKind.of(self.activation_element),
-            ElementKind.of(self.weight_element),
+            ElementKind.of(self.output_element, "output_element"),
+            ElementKind.of(self.activation_element, "activation_element"),
+            ElementKind.of(self.weight_element, "weight_element"),
             symmetric=self.act_zero_point == 0,
-            activation=self.activation,
+            activation=member(Activation, self.activation),
         )
         scale_numbers(problem).require("act_scale", self.act_scale)
         activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
         return problem
 
 
-def stored_scale_element(requested: Element | None, element: ElementKind) -> ElementKind:
-    return scale_elements(element)[0] if requested is None else ElementKind.of(requested)
+def stored_scale_element(requested: Element | None, element: ElementKind, name: str = "scale_element") -> ElementKind:
+    return scale_elements(element)[0] if requested is None else ElementKind.of(requested, name)
 
 
 def smoothquant_problem(

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .backends.registry import Value
+from .errors import Unsupported
 from .plan import SelectedPlan
 from .problem import Problem
 from .scope import PerTensor, Scope, Shape
@@ -77,17 +78,30 @@ def audience(*values: object) -> str:
     Tracers, modes, transforms and tensor subclasses need the operator. Plain tensors outside of all that do not: going
     around the dispatcher cannot be told apart, and costs less than a small kernel.
     """
-    if _is_traced() or _dispatch_modes() or _function_modes() or _transform() is not None:
+    if _is_traced():
+        return "torch"
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(values)
+        return "torch"
+    if _dispatch_modes() or _function_modes() or _transform() is not None:
         return "torch"
     found = "nobody"
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _Parameter:
             # The first value says where the call runs; meta among the others is a mix of devices, which a plan refuses.
-            if value is values[0] and value.is_meta:  # type: ignore[attr-defined]
+            # A minus that torch has put off is not in the memory: the dispatcher makes up for it.
+            if (value is values[0] and value.is_meta) or value.is_neg():  # type: ignore[attr-defined]
                 return "torch"
             if value.requires_grad and _is_grad_enabled():  # type: ignore[attr-defined]
                 found = "autograd"
         elif isinstance(value, Tensor):
             return "torch"
-    return found if forward_ad._current_level < 0 else "torch"
+    return found
+
+
+def _refuse_tangents(values: tuple[object, ...]) -> None:
+    """An operator without a forward derivative would answer with none, which reads as zero."""
+    for value in values:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+            raise Unsupported("forward-mode differentiation has no formula here; use reverse mode, as torch.func.vjp")

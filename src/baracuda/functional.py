@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 from math import prod
-from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .arrays import as_tensor
+from .arrays import Array, as_tensor, segment_value, segment_values
 from .autograd import compute, static_key
 from .backends.registry import Value
 from .descriptors import Element, stored_scale_element
@@ -18,12 +17,8 @@ from .errors import InvalidProblem
 from .execute import audience, cached_plan, run
 from .ops import OPERATORS, Key, unpacked_shape
 from .problem import fake_storage
-from .scope import PerTensor, PerToken, Scope, Shape
-from .types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
-
-#: A tensor, or anything that speaks DLPack: NumPy, CuPy and JAX arrays.
-Array = Any
-
+from .scope import PerTensor, PerToken, Scope, Shape, require_scope
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
 
 _WHOLE = PerTensor()
 
@@ -53,9 +48,9 @@ def quantize(
     The result holds integers, so it has no gradient; `baracuda.autograd.quantize` has one.
     """
     x = as_tensor(x, "x")
-    kind = ElementKind.of(dtype)
+    kind = ElementKind.of(dtype, "dtype")
     low, high = kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
-    key = static_key(ElementKind.of(x.dtype), kind, low, high, scope, member(Arithmetic, arithmetic))
+    key = static_key(ElementKind.of_tensor(x.dtype, "x"), kind, low, high, scope, member(Arithmetic, arithmetic))
     return _static(QuantizeKind.QUANTIZE, x, x.shape, scale, zero_point, key, out)
 
 
@@ -76,11 +71,11 @@ def dequantize(
     unpacks to `size` elements (twice the bytes unless given: say so when it is odd).
     """
     q = as_tensor(q, "q")
-    kind = ElementKind.of(q.dtype if element is None else element)
+    kind = ElementKind.of_tensor(q.dtype, "q") if element is None else ElementKind.of(element, "element")
     if q.dtype is not kind.dtype:
         raise InvalidProblem(f"dequantize: expected a {kind.dtype} tensor for element {kind.value}, got {q.dtype}")
     shape = unpacked_shape(q.shape, kind, size)
-    key = static_key(ElementKind.of(dtype), kind, kind.q_min, kind.q_max, scope)
+    key = static_key(ElementKind.of(dtype, "dtype"), kind, kind.q_min, kind.q_max, scope)
     return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, key, out, size)
 
 
@@ -103,7 +98,7 @@ def fake_quantize(
     """
     x = as_tensor(x, "x")
     storage = fake_storage(q_min, q_max)
-    key = static_key(ElementKind.of(x.dtype), storage, q_min, q_max, scope, member(Arithmetic, arithmetic))
+    key = static_key(ElementKind.of_tensor(x.dtype, "x"), storage, q_min, q_max, scope, member(Arithmetic, arithmetic))
     return _static(QuantizeKind.FAKE_QUANTIZE, x, x.shape, scale, zero_point, key, out, None, grad_factor)
 
 
@@ -119,7 +114,12 @@ def dynamic_quantize(
     include_zero: bool = False,
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
 ) -> Quantized:
-    """Quantize with the scale of each segment's own range. Symmetric s8 uses [-127, 127] unless told otherwise."""
+    """Quantize with the scale of each segment's own range.
+
+    Symmetric s8 uses [-127, 127] unless told otherwise. Symmetric u8 and u4 have no place for negative values, which
+    become 0: use mode="asymmetric" unless there are none. `include_zero` widens an asymmetric range so that 0 is in it
+    and keeps its exact value; `scale_dtype` is what scales are stored as: f32, or x's own type.
+    """
     x = as_tensor(x, "x").detach()
     key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, key)
@@ -138,7 +138,7 @@ def choose_qparams(
     include_zero: bool = False,
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
 ) -> tuple[Tensor, Tensor | None]:
-    """The (scale, zero_point) `dynamic_quantize` would use; zero_point is None when symmetric."""
+    """The (scale, zero_point) `dynamic_quantize` would use, by the same options; zero_point is None when symmetric."""
     x = as_tensor(x, "x").detach()
     key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point = _dynamic(QuantizeKind.CHOOSE_QPARAMS, x, key)
@@ -181,8 +181,10 @@ def quantized_linear(
 ) -> Tensor:
     """act(x @ W.T + bias) + residual, int8 weights `[N, K]`, x quantized per token to `dtype` on the way in.
 
-    The result has x's own type, as the residual must. `weight_sum`, the int32 row sums of the weight, spares an
-    asymmetric call a pass over the weight. Differentiable in x, straight through its rounding, bias and residual.
+    The result has x's own type, as the residual must. `weight_element="s4"` says that `weight_q` holds packed pairs,
+    `[N, K / 2]` bytes. `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the
+    weight. For dtype="u8" use mode="asymmetric", unless x has no negative values: a symmetric u8 makes them 0.
+    Differentiable in x, straight through its rounding, bias and residual.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
@@ -208,16 +210,18 @@ def smoothquant_linear(
     residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized."""
+    """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized.
+
+    `act_zero_point` is that of x_q, which is subtracted before the product. `weight_element` and `weight_sum` are those
+    of `quantized_linear`.
+    """
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x_q, weight_q)
-    kind, weight = (
-        ElementKind.of(x_q.dtype),
-        ElementKind.of(weight_q.dtype if weight_element is None else weight_element),
-    )
+    kind = ElementKind.of_tensor(x_q.dtype, "x_q")
+    weight = ElementKind.of(_element_of(weight_q, weight_element), "weight_element")
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
-    element, stored, act = ElementKind.of(dtype), ElementKind.F32, member(Activation, activation)
+    element, stored, act = ElementKind.of(dtype, "dtype"), ElementKind.F32, member(Activation, activation)
     key = (
         element, kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act
     )  # fmt: skip
@@ -241,6 +245,7 @@ def _static(
     size: int | None = None,
     grad_factor: float = 1.0,
 ) -> Tensor:
+    require_scope(key[4])
     learned = op is not QuantizeKind.QUANTIZE
     if audience(x, scale, zero_point, out) == "nobody":
         plan = cached_plan(x.device, op, shape, *key)
@@ -254,6 +259,7 @@ def _static(
 
 
 def _dynamic(op: QuantizeKind, x: Tensor, key: Key) -> tuple[Any, ...]:
+    require_scope(key[4])
     if audience(x) == "nobody":
         return cached_plan(x.device, op, x.shape, *key).compute((x,))
     scale, zero_point, *rest = OPERATORS[op]((x,), key)
@@ -309,9 +315,11 @@ def dynamic_key(
     activation: Activation | str = Activation.NONE,
 ) -> Key:
     """The key of an op that finds its scales."""
-    element, kind, mode = ElementKind.of(x), ElementKind.of(dtype), member(DynamicRangeMode, mode)
+    element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
+    mode = member(DynamicRangeMode, mode)
     low, high = dynamic_range(kind, mode, q_min, q_max)
-    stored, weight = stored_scale_element(scale_dtype, element), ElementKind.of(weight)
+    stored = stored_scale_element(scale_dtype, element, "scale_dtype")
+    weight = ElementKind.of(weight, "weight_element")
     arithmetic, activation = member(Arithmetic, arithmetic), member(Activation, activation)
     return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, activation
 
@@ -339,38 +347,10 @@ def dynamic_range(
     return (-kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min), high
 
 
-def segment_values(
-    shape: Shape, scale: Array | float, zero_point: Array | int | None, *, learned: bool = False, keep: bool = False
-) -> tuple[Value, Value]:
-    """Scale and zero point as kernels take them. A learned zero point is a float, kept where its gradient is."""
-    zero_point = _segment_value(shape, zero_point, "zero_point")
-    if isinstance(zero_point, Tensor) and zero_point.dtype is not torch.int32:
-        if zero_point.dtype.is_floating_point and learned:
-            if not keep:
-                zero_point = zero_point.round().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
-        elif zero_point.dtype.is_floating_point or zero_point.dtype is torch.bool:
-            raise InvalidProblem(f"zero_point: expected an integer tensor, got {zero_point.dtype}")
-        else:
-            zero_point = zero_point.long().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
-    return _segment_value(shape, scale, "scale"), zero_point
-
-
-def _segment_value(shape: Shape, value: Array | float | None, name: str) -> Any:
-    """A number, or a tensor of the scales' shape: axes of length 1 may be kept or left out."""
-    if value is None or type(value) is float or type(value) is int:
-        return value
-    if isinstance(value, Real):
-        return value
-    tensor = as_tensor(value, name)
-    if tensor.shape != shape and [n for n in tensor.shape if n != 1] == [n for n in shape if n != 1]:
-        return tensor.reshape(shape)
-    return tensor
-
-
 def _weights(
     n: int, weight_q: Tensor, weight_scale: Array | float, bias: Array | None, weight_sum: Array | None
 ) -> tuple[Value, ...]:
-    scale = _segment_value((n,), weight_scale, "weight_scale")
+    scale = segment_value((n,), weight_scale, "weight_scale")
     if isinstance(scale, Tensor) and scale.numel() == 1:
         scale = scale.reshape(1).expand(n)
     return (

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import fields
 from math import prod
 from operator import attrgetter
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -134,8 +135,14 @@ class SelectedPlan:
     def _check_workspace(self, workspace: Tensor | None) -> None:
         if workspace is None:
             raise WorkspaceTooSmall(self._workspace_size, 0)
-        if workspace.device != self.device or not workspace.is_contiguous():
-            raise InvalidProblem(f"workspace: expected a contiguous tensor on {self.device}, got {workspace.device}")
+        if not isinstance(workspace, Tensor) or workspace.device != self.device or not workspace.is_contiguous():
+            came = type(workspace).__name__
+            if isinstance(workspace, Tensor):
+                came = f"one with strides {list(workspace.stride())} on {workspace.device}"
+            raise InvalidProblem(
+                f"workspace: expected a contiguous tensor on {self.device}, got {came}; "
+                f"make it with torch.empty({self._workspace_size}, dtype=torch.uint8, device={str(self.device)!r})"
+            )
         if workspace.nbytes < self._workspace_size:
             raise WorkspaceTooSmall(self._workspace_size, workspace.nbytes)
         if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
@@ -154,12 +161,19 @@ class Plan(SelectedPlan, Generic[D, A]):
 
     op: ClassVar[QuantizeKind]
     _from_args: ClassVar[attrgetter[tuple[Any, ...]]]
+    _descriptor_type: ClassVar[type]
+    _args_type: ClassVar[type]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._from_args = attrgetter(*(operand.name for operand in OPS[cls.op].operands))
+        cls._descriptor_type, cls._args_type = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        given = {field.name for field in fields(cls._args_type)}
+        cls._from_args = attrgetter(*(operand.name for operand in OPS[cls.op].operands if operand.name in given))
 
     def __init__(self, desc: D, device: torch.device, preference: PlanPreference | None = None) -> None:
+        _require_type(f"{type(self).__name__}.select", desc, self._descriptor_type)
+        if preference is not None:
+            _require_type("preference", preference, PlanPreference, "; a device is a keyword, as in device='cpu'")
         super().__init__(desc.problem(self.op), device, preference)
         self.descriptor = desc
 
@@ -171,8 +185,12 @@ class Plan(SelectedPlan, Generic[D, A]):
         return cls(desc, resolve_device(device), preference)
 
     def operands(self, args: A) -> tuple[Value, ...]:
-        """The arguments in the order of the op's row."""
-        return self._from_args(args)
+        """The arguments in the order of the op's row, without what the descriptor has."""
+        try:
+            return self._from_args(args)
+        except AttributeError:
+            _require_type(type(self).__name__, args, self._args_type)
+            raise
 
     def can_implement(self, args: A) -> Support:
         """Truthy, or falsy with the reason `run` would raise. Touches no data."""
@@ -189,6 +207,11 @@ class Plan(SelectedPlan, Generic[D, A]):
         else:
             with torch.cuda.stream(stream):
                 self.launch(self.operands(args), workspace)
+
+
+def _require_type(name: str, value: object, expected: type, remedy: str = "") -> None:
+    if not isinstance(value, expected):
+        raise InvalidProblem(f"{name}: expected {expected.__name__}, got {type(value).__name__}{remedy}")
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-
 from .backends.registry import Value
 from .descriptors import (
     BackwardArgs,
@@ -152,8 +150,7 @@ class SmoothQuantLinearPlan(Plan[SmoothQuantLinearDescriptor, SmoothQuantLinearA
     """y = act((act_q @ W.T) * act_scale * weight_scale[n] + bias) + residual: x already smoothed and quantized."""
 
     op = QuantizeKind.SMOOTHQUANT_LINEAR
-    _weights_and_output = attrgetter("weight_q", "weight_scale", "bias", "weight_sum", "residual", "output")
 
     def operands(self, args: SmoothQuantLinearArgs) -> tuple[Value, ...]:
-        desc = self.descriptor
-        return (args.act_q, desc.act_scale, desc.act_zero_point, *self._weights_and_output(args))
+        activations, *rest = super().operands(args)
+        return (activations, self.descriptor.act_scale, self.descriptor.act_zero_point, *rest)

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import cast
 
 from .errors import InvalidProblem, Unsupported
-from .scope import PerTensor, PerToken, Scope, Shape, View
+from .scope import PerTensor, PerToken, Scope, Shape, View, require_scope
 from .types import (
     FLOATS,
     INTEGERS,
@@ -47,27 +47,35 @@ class Problem:
     activation: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
-        _require_element("the float tensor", self.element, FLOATS, "convert it, as with .to(torch.float32)")
-        _require_element("the quantized tensor", self.quantized, INTEGERS, "choose one of these, such as s8")
+        self._require_elements()
         self._require_choices()
         if any(type(size) is not int or size < 0 for size in self.shape):
             raise InvalidProblem(f"{self.op.value}: expected non-negative integer sizes, got shape {list(self.shape)}")
         self._require_range()
         self.scope.view(self.shape)
-        row = OPS[self.op]
-        if row.dynamic:
+        if OPS[self.op].dynamic:
             self._require_dynamic()
+
+    def _require_elements(self) -> None:
+        row = OPS[self.op]
+        if row.operands[0].elements is _quantized:
+            floats, integers = "choose one of these, such as f32", "convert it, as with .to(torch.int8), or quantize it"
+        else:
+            floats, integers = "convert it, as with .to(torch.float32)", "choose one of these, such as s8"
+        _require_element("the float tensor", self.element, FLOATS, floats)
         if row.category is OpCategory.GEMM:
-            _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4), "quantize it to one of these")
-            activations = (ElementKind.S8, ElementKind.U8)
-            _require_element("quantized activations", self.quantized, activations, "quantize them to one of these")
-        elif self.activation is not Activation.NONE:
+            _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8), integers)
+            remedy = "quantize it; bytes that hold pairs are weight_element='s4'"
+            _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4), remedy)
+            return
+        _require_element("the quantized tensor", self.quantized, INTEGERS, integers)
+        if self.activation is not Activation.NONE:
             raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.activation}")
 
     def _require_choices(self) -> None:
-        if not isinstance(self.scope, Scope):
-            scopes = "PerTensor(), PerChannel(axis), PerToken() or PerGroup(size)"
-            raise InvalidProblem(f"scope: expected {scopes}, got {self.scope!r}")
+        require_scope(self.scope)
+        if type(self.include_zero) is not bool:
+            raise InvalidProblem(f"include_zero: expected True or False, got {self.include_zero!r}")
         choices: tuple[tuple[str, object, type[Enum]], ...] = (
             ("mode", self.mode, DynamicRangeMode),
             ("arithmetic", self.arithmetic, Arithmetic),
@@ -80,8 +88,7 @@ class Problem:
 
     def _require_range(self) -> None:
         kind, low, high = self.quantized, self.q_min, self.q_max
-        if type(low) is not int or type(high) is not int:
-            raise InvalidProblem(f"expected integers q_min and q_max, got {low!r} and {high!r}")
+        _require_integers(low, high)
         if not low <= high:
             raise InvalidProblem(f"expected q_min <= q_max, got q_min={low}, q_max={high}")
         if low < kind.q_min or high > kind.q_max:
@@ -125,10 +132,16 @@ def scale_elements(element: ElementKind) -> tuple[ElementKind, ...]:
 
 def fake_storage(q_min: int, q_max: int) -> ElementKind:
     """The 8-bit kind whose range a fake-quantization stays inside; it stores nothing."""
+    _require_integers(q_min, q_max)
     for kind in (ElementKind.S8, ElementKind.U8):
         if kind.q_min <= q_min and q_max <= kind.q_max:
             return kind
     raise InvalidProblem(f"expected a range inside s8's [-128, 127] or u8's [0, 255], got [{q_min}, {q_max}]")
+
+
+def _require_integers(q_min: object, q_max: object) -> None:
+    if type(q_min) is not int or type(q_max) is not int:
+        raise InvalidProblem(f"expected integers q_min and q_max, got {q_min!r} and {q_max!r}")
 
 
 def _require_element(what: str, kind: ElementKind, accepted: tuple[ElementKind, ...], remedy: str) -> None:

@@ -132,7 +132,7 @@ class PerGroup(Scope):
     def __post_init__(self) -> None:
         _require_integer_axis(self, self.axis)
         if type(self.size) is not int or self.size < 1:
-            raise InvalidProblem(f"PerGroup: expected a size of at least 1, got {self.size!r}")
+            raise InvalidProblem(f"PerGroup: expected an int size of at least 1, got {self.size!r}")
 
     def view(self, shape: Shape) -> View:
         axis, groups = self._groups(shape)
@@ -152,10 +152,16 @@ class PerGroup(Scope):
         return axis, shape[axis] // self.size
 
 
+def require_scope(value: object) -> None:
+    if not isinstance(value, Scope):
+        scopes = "PerTensor(), PerChannel(axis), PerToken() or PerGroup(size)"
+        raise InvalidProblem(f"scope: expected {scopes}, got {value!r}")
+
+
 def _require_integer_axis(scope: PerChannel | PerGroup, axis: object) -> None:
     """At construction: to a cache of plans 1.0 and True are the same as 1."""
     if type(axis) is not int:
-        raise InvalidProblem(f"{type(scope).__name__}: expected an integer axis, got {axis!r}")
+        raise InvalidProblem(f"{type(scope).__name__}: expected an axis that is an int, got {axis!r}")
 
 
 def _axis(scope: PerChannel | PerToken | PerGroup, shape: Shape) -> int:

@@ -51,15 +51,26 @@ class ElementKind(_Member):
     smallest_scale: float
 
     @classmethod
-    def of(cls, value: object) -> ElementKind:
-        """The kind that a member, a torch dtype or a name such as "s8" or "bfloat16" stands for."""
+    def of(cls, value: object, name: str = "") -> ElementKind:
+        """The kind that a member, a torch dtype or a name such as "s8" or "bfloat16" stands for.
+
+        `name` is that of the argument, for the error.
+        """
         kind = _KINDS.get(value) if value.__hash__ is not None else None
         if kind is None:
-            remedy = "; convert the tensor, as with .to(torch.float32)" if isinstance(value, torch.dtype) else ""
             raise InvalidProblem(
-                f"expected an element kind (one of {', '.join(k.value for k in cls)}), "
-                f"its torch dtype or its name, got {value!r}{remedy}"
+                f"{name}{name and ': '}expected an element kind (one of {', '.join(k.value for k in cls)}), "
+                f"its torch dtype or its name, got {value!r}"
             )
+        return kind
+
+    @classmethod
+    def of_tensor(cls, dtype: torch.dtype, name: str) -> ElementKind:
+        """The kind of a tensor by its dtype."""
+        kind = _KINDS.get(dtype)
+        if kind is None:
+            dtypes = ", ".join(str(dtype) for dtype in dict.fromkeys(k.dtype for k in cls))
+            raise InvalidProblem(f"{name}: expected a tensor of {dtypes}, got {dtype}; convert it with .to()")
         return kind
 
     def __repr__(self) -> str:
@@ -154,14 +165,16 @@ class DynamicRangeMode(_Member):
 
 @dataclass(frozen=True, slots=True)
 class PrecisionGuarantee:
-    """What a plan promises about its bits; the tests try to falsify every field."""
+    """What a plan promises about its bits; the tests try to falsify every field.
+
+    `accumulator` is what sums are held in; of a linear, the narrowest integer that none of its sums can leave, s64 for
+    a long K. `matches_reference` says that the result has the bits of the reference backend, on any device.
+    """
 
     math_precision: MathPrecision
-    #: What sums are held in. Of a linear: the narrowest integer that none of its sums can leave; s64 for a long K.
     accumulator: ElementKind
     bit_stable_on_same_hardware: bool = True
     deterministic: bool = True
-    #: The result has the bits of the reference backend, on any device.
     matches_reference: bool = True
 
 
@@ -197,10 +210,12 @@ def member(choices: type[_Choice], value: _Choice | str) -> _Choice:
 
 @dataclass(frozen=True, slots=True)
 class PlanPreference:
-    """Limits on the choice of a kernel. A preferred backend is binding: `select` raises rather than pick another."""
+    """Limits on the choice of a kernel.
+
+    A preferred backend, or its name, is binding: `select` raises rather than pick another.
+    """
 
     max_workspace_bytes: int | None = None
-    #: A backend or its name.
     prefer_backend: BackendKind | None = None
 
     def __post_init__(self) -> None:

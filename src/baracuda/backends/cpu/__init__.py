@@ -11,6 +11,8 @@ from ..registry import Kernel, Launch
 try:
     from ... import _cpu
 except ImportError as error:
+    if "BARACUDA_ISA" in str(error):  # a wish that cannot be met; the module itself is there
+        raise
     MISSING: str | None = f"the compiled module baracuda._cpu is missing ({error}): pip install ."
 else:
     MISSING = None
