@@ -202,6 +202,39 @@ def test_the_differentiable_pair_carries_integers_in_floats(scope: Scope) -> Non
     assert torch.equal(dx, torch.where((t >= 0) & (t <= 255), 1 / whole(scale.detach(), scope), 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_dequantize_takes_any_float_to_the_nearest_integer_in_range_and_wraps_none(dtype: torch.dtype) -> None:
+    q = leaf(torch.tensor([300.0, -300.0, 127.4, 127.6, -0.5, 1.5, float("nan"), float("inf")], dtype=dtype))
+    scale = leaf(torch.tensor(0.5, dtype=dtype))
+    y = dequantize(q, scale, 3)
+    integers = torch.tensor([127, -128, 127, 127, 0, 2, -128, 127], dtype=dtype)
+    assert torch.equal(y, (integers - 3) * 0.5)
+    y.sum().backward()
+    in_range = torch.tensor([0, 0, 1, 0, 1, 1, 0, 0], dtype=dtype)
+    assert q.grad is not None and torch.equal(q.grad, in_range * 0.5), (
+        "the mask of the contract: rint(q), ends included"
+    )
+    assert scale.grad is not None and scale.grad.item() == (integers - 3).sum().item()
+    unsigned = quantize(torch.tensor([0.5, 2.0], dtype=dtype), 0.01, dtype="u8")
+    assert torch.equal(dequantize(unsigned, 1.0), torch.tensor([50, 127], dtype=dtype)), "s8 ends at 127"
+    assert torch.equal(dequantize(unsigned, 1.0, element="u8"), torch.tensor([50, 200], dtype=dtype))
+
+
+def test_the_differentiable_pair_takes_what_the_functions_take() -> None:
+    x, scale, zero_point = data(3), scales(PerToken()), torch.arange(SHAPE[0])
+    expected = baracuda.quantize(x, scale, zero_point, scope=PerToken(), arithmetic="reciprocal")
+    for given in (x, x.numpy()):
+        q = quantize(given, scale[:, None], zero_point, scope=PerToken(), arithmetic="reciprocal")
+        assert torch.equal(q, expected.float())
+        y = baracuda.dequantize(expected, scale, zero_point, scope=PerToken())
+        for offset in (zero_point, zero_point[:, None].float()):
+            assert torch.equal(dequantize(q, scale[:, None], offset, scope=PerToken()), y)
+    learned = leaf(scale[:, None])
+    dequantize(leaf(q), learned, zero_point, scope=PerToken()).sum().backward()
+    steps = (expected.int() - zero_point[:, None]).sum(dim=1, keepdim=True).float()
+    assert learned.grad is not None and torch.equal(learned.grad, steps)
+
+
 def test_segment_sums_follow_the_scope() -> None:
     x = data(1, torch.float64)
     for scope in SCOPES:

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arrays import as_tensor, segment_values
 from .backends.registry import Value
 from .errors import Unsupported
 from .execute import audience, cached_plan
 from .ops import _LIBRARY, OPERATORS, Key, rounded
 from .plan import SelectedPlan
 from .scope import PerChannel, PerTensor, Scope, Shape
-from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
 
 _LINEAR_IN_GRAD_OUTPUT = (
     QuantizeKind.QUANTIZE_BACKWARD,
@@ -282,11 +283,15 @@ def quantize(
     *,
     scope: Scope = PerTensor(),
     dtype: Any = ElementKind.S8,
-    arithmetic: Arithmetic = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
 ) -> Tensor:
-    """The integers of `baracuda.quantize` in x's own float type; dx = dy / scale where x was in range, else 0."""
-    kind = _carried(dtype)
-    key = static_key(ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, arithmetic)
+    """The integers of `baracuda.quantize` in x's own float type, over the full range of `dtype`, s8 or u8.
+
+    dx = dy / scale where x was in range, else 0. Scale and zero point get no gradient here.
+    """
+    x, kind = as_tensor(x, "x"), _carried(dtype)
+    key = static_key(ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, member(Arithmetic, arithmetic))
+    scale, zero_point = segment_values(scope.scale_shape(tuple(x.shape)), scale, zero_point)
     result: Tensor = _Quantize.apply(x, scale, zero_point, key)  # type: ignore[no-untyped-call]
     return result
 
@@ -299,10 +304,18 @@ def dequantize(
     scope: Scope = PerTensor(),
     element: Any = ElementKind.S8,
 ) -> Tensor:
-    """(q - zero_point) * scale for integers in a float tensor; dq = dy * scale, and the scale's own gradient."""
-    kind = _carried(element)
+    """(q - zero_point) * scale for integers in a float tensor, in its type.
+
+    `element` is what they are integers of: the `dtype` that `quantize` was given. Other values are taken as
+    `quantize(q, 1.0)` takes them, to the nearest integer within the range of `element`. dq = dy * scale where q was in
+    that range, else 0. Scale and zero point have gradients of their own.
+    """
+    kind, q = _carried(element), quantize(as_tensor(q, "q"), 1.0, dtype=element)
     key = static_key(ElementKind.of(q.dtype), kind, kind.q_min, kind.q_max, scope)
     integers = q.detach().to(kind.dtype)
+    keep = audience(integers, scale, zero_point) != "nobody"
+    shape = scope.scale_shape(tuple(q.shape))
+    scale, zero_point = segment_values(shape, scale, zero_point, learned=True, keep=keep)
     (y,) = compute(QuantizeKind.DEQUANTIZE, (integers, scale, zero_point), q.shape, key)
     result: Tensor = _Dequantized.apply(q, y, scale, key)  # type: ignore[no-untyped-call]
     return result
