@@ -205,6 +205,18 @@ def test_a_quantized_linear_passes_gradients_to_what_came_before_it() -> None:
             "expected an nn.Linear, got Conv1d",
         ),  # type: ignore[arg-type]
         (lambda: SmoothQuantLinear.from_float(linear(), torch.ones(3)), baracuda.InvalidProblem, "expected one value"),
+        (lambda: SmoothQuantLinear.from_float(linear(), 0.0), baracuda.InvalidProblem, "input_scale: .*> 0.*got 0.0"),
+        (lambda: SmoothQuantLinear.from_float(linear(), -1.0), baracuda.InvalidProblem, "input_scale: .*> 0.*got -1.0"),
+        (
+            lambda: SmoothQuantLinear.from_float(linear(), 0.1, 300),
+            baracuda.InvalidProblem,
+            r"input_zero_point: expected an integer in \[-128, 127\], .*got 300",
+        ),
+        (
+            lambda: SmoothQuantLinear.from_float(linear(), 0.1, -1, activation="u8"),
+            baracuda.InvalidProblem,
+            r"input_zero_point: expected an integer in \[0, 255\], .*got -1",
+        ),
         (lambda: FakeQuantize("sometimes"), baracuda.InvalidProblem, "expected one of static, dynamic, learned"),  # type: ignore[arg-type]
         (lambda: Percentile(percentile=20), baracuda.InvalidProblem, r"expected a number in \(50, 100\]"),
         (lambda: MovingAverage(momentum=0), baracuda.InvalidProblem, r"expected a number in \(0, 1\]"),
@@ -213,6 +225,12 @@ def test_a_quantized_linear_passes_gradients_to_what_came_before_it() -> None:
 def test_a_module_refuses(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize(("activation", "given", "stored"), [("s8", 300, 127), ("u8", -1, 0), ("u8", 254.6, 255)])
+def test_a_zero_point_in_a_tensor_is_clamped_and_does_not_wrap(activation: str, given: float, stored: int) -> None:
+    module = SmoothQuantLinear.from_float(linear(), 0.1, torch.tensor(given), activation=activation)  # type: ignore[arg-type]
+    assert module.input_zero_point is not None and module.input_zero_point.item() == stored
 
 
 # -- observers ---------------------------------------------------------------------------------------------------
@@ -272,6 +290,21 @@ def test_a_histogram_of_everything_is_the_range() -> None:
     observer(torch.tensor([-3.0, 0.5]))
     observer(torch.tensor([7.0, float("nan"), 40.0]))
     assert int(observer.counts.sum()) == 4
+
+
+@pytest.mark.parametrize("observer", [MinMax, MovingAverage, Percentile])
+@pytest.mark.parametrize("mode", ["symmetric", "asymmetric"])
+def test_a_static_scale_is_nan_until_something_was_seen_and_after_a_nan(mode: str, observer: type[Any]) -> None:
+    x, poison = torch.tensor([0.2, 0.7, 1.6]), torch.tensor([0.2, float("nan")])
+    fake = FakeQuantize("static", mode=mode, observer=observer)
+    assert fake.eval()(x).isnan().all()
+    fake.train()(x[:0])
+    assert fake.eval()(x).isnan().all(), "an empty batch says nothing"
+    assert fake.train()(x).isfinite().all() and fake.eval()(x).isfinite().all()
+    restored = FakeQuantize("static", mode=mode, observer=observer).eval()
+    restored.load_state_dict(fake.state_dict())
+    assert torch.equal(restored(x), fake(x))
+    assert fake.train()(poison).isnan().all() and fake.eval()(x).isnan().all()
 
 
 def test_an_observer_names_the_shapes_it_did_not_expect() -> None:

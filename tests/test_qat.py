@@ -141,6 +141,14 @@ def test_modules_are_chosen_by_glob_regular_expression_or_type(ignore: list[Any]
     assert list(baracuda.quantize_model(block(), targets="Linear").replaced) == ["mlp.0", "mlp.2", "head"]
 
 
+@pytest.mark.parametrize("option", ["targets", "ignore"])
+def test_a_broken_regular_expression_is_an_error_before_anything_is_replaced(option: str) -> None:
+    model = block()
+    with pytest.raises(baracuda.InvalidProblem, match=r"'re:\(\[': expected a regular expression .* unterminated"):
+        baracuda.quantize_model(model, **{option: ["re:(["]})
+    assert type(model.head) is nn.Linear
+
+
 def test_modules_that_cannot_be_quantized_are_left_alone_and_named() -> None:
     model = nn.ModuleDict(
         {
@@ -174,6 +182,13 @@ def test_a_static_scheme_wants_a_scale_for_each_linear() -> None:
     assert isinstance(model.head, SmoothQuantLinear) and model.head.input_scale.item() == pytest.approx(0.05)
     with pytest.raises(baracuda.InvalidProblem, match=r"expected a LinearScheme or one of w8a8, .* got 'w2a2'"):
         baracuda.quantize_model(model, "w2a2")
+    with pytest.raises(baracuda.InvalidProblem, match=r"got 'w4a16'; .* `baracuda quantize`"):
+        baracuda.prepare_qat(model, "w4a16")
+
+
+def test_a_scale_no_linear_can_have_is_in_the_report() -> None:
+    report = baracuda.quantize_model(block(), "w8a8-smoothquant", input_scales={"mlp.0": 0.0, "head": 0.05})
+    assert list(report.replaced) == ["head"] and "input_scale: expected a number that is" in report.skipped["mlp.0"]
 
 
 def test_a_module_held_twice_stays_one_module() -> None:
@@ -206,12 +221,39 @@ def test_prepare_keeps_the_parameters_an_optimizer_holds_and_convert_ends_the_tr
     torch.testing.assert_close(model(x), expected, atol=2e-2, rtol=1e-2)
 
 
-def test_convert_leaves_a_linear_whose_observer_has_seen_nothing() -> None:
+@pytest.mark.parametrize("name", ["activation_strategy", "weight_strategy"])
+@pytest.mark.parametrize("strategy", ["static", "learned"])
+def test_convert_leaves_a_linear_whose_scale_has_seen_nothing(name: str, strategy: Strategy) -> None:
     model = block()
-    baracuda.prepare_qat(model, "w8a8-smoothquant", ignore=["head"])
-    assert "has seen nothing" in baracuda.convert(copy.deepcopy(model)).skipped["mlp.0"]
+    baracuda.prepare_qat(model, ignore=["head"], **{name: strategy})
+    report = baracuda.convert(copy.deepcopy(model))
+    if (name, strategy) == ("weight_strategy", "learned"):
+        assert not report.skipped.keys() & {"mlp.0", "mlp.2"}, "a weight is there to learn from at once"
+    else:
+        assert "has seen nothing" in report.skipped["mlp.0"] and "mlp.0" not in report.replaced
     model(torch.randn(2, 3, 16))
     assert list(baracuda.convert(model).replaced) == ["mlp.0", "mlp.2"]
+
+
+def test_convert_leaves_a_linear_whose_learned_zero_point_its_integers_cannot_hold() -> None:
+    model, x = nn.Sequential(nn.Linear(12, 6)), torch.rand(3, 12)
+    baracuda.prepare_qat(model, activation="u8", mode="asymmetric", activation_strategy="learned")
+    model(x)
+    zero_point = model[0].activation_fake_quantize.zero_point
+    zero_point.data.fill_(-0.7)
+    reason = baracuda.convert(model).skipped["0"]
+    assert "zero point of its activations is -1, expected one in [0, 255]" in reason
+    zero_point.data.fill_(-0.4)
+    assert list(baracuda.convert(model).replaced) == ["0"] and model[0].input_zero_point.item() == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_qat_linear_made_from_sizes_is_the_one_made_from_a_float_linear(options: dict[str, Any]) -> None:
+    module, x = QATLinear(12, 6, bias=False, dtype=torch.float64, **options), torch.randn(3, 12, dtype=torch.float64)
+    assert module.weight.dtype is torch.float64 and module.bias is None
+    taken = QATLinear.from_float(nn.Linear(12, 6, bias=False, dtype=torch.float64), **options)
+    taken.load_state_dict(module.state_dict())
+    assert torch.equal(module(x), taken(x)) and torch.equal(module.convert()(x), taken.convert()(x))
 
 
 def test_checkpointing_a_qat_block_gives_the_same_gradients() -> None:

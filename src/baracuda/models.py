@@ -22,22 +22,32 @@ Pattern = str | type[nn.Module]
 
 @dataclass(frozen=True)
 class LinearScheme:
-    """How a linear is quantized; weights are symmetric and per output channel throughout."""
+    """How a linear is quantized; weights are symmetric and per output channel throughout.
+
+    A symmetric range over u8 activations begins at 0, so that every negative one becomes 0. That fits what comes out of
+    a ReLU; for anything else take s8, or the asymmetric mode.
+    """
 
     weight: ElementKind = ElementKind.S8
+    """s8 or s4."""
     activation: ElementKind = ElementKind.S8
+    """s8 or u8."""
     mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
-    #: One calibrated scale for all activations, instead of one for each token from its own range.
+    """Whether activations have a zero point."""
     static: bool = False
-    #: A narrower range for the activations.
+    """One calibrated scale for all activations, instead of one for each token from its own range."""
     q_min: int | None = None
+    """The lower end of a narrower range for the activations."""
     q_max: int | None = None
+    """Its upper end: 7, after a `q_min` of -7, makes 4 bits."""
 
     @property
     def _activations(self) -> dict[str, Any]:
         return {"activation": self.activation, "mode": self.mode, "q_min": self.q_min, "q_max": self.q_max}
 
 
+#: "smoothquant" here is the linear with static activations. Smoothing rewrites the layers before it too, which takes
+#: a checkpoint and its architecture: that is `baracuda quantize`.
 SCHEMES: dict[str, LinearScheme] = {
     "w8a8": LinearScheme(),
     "w8a8-asymmetric": LinearScheme(mode=DynamicRangeMode.ASYMMETRIC),
@@ -52,9 +62,11 @@ class Report:
     """What happened to a model's modules, by qualified name."""
 
     replaced: dict[str, str] = field(default_factory=dict)
+    """What became of each module."""
     skipped: dict[str, str] = field(default_factory=dict)
-    #: Patterns no module answered to: most often a typing error.
+    """Why a module was left as it is."""
     unmatched: list[str] = field(default_factory=list)
+    """Patterns no module answered to: most often a typing error."""
 
     def __str__(self) -> str:
         width = max(map(len, (*self.replaced, *self.skipped)), default=0)
@@ -73,6 +85,9 @@ def quantize_model(
     input_scales: Mapping[str, Tensor | float] | None = None,
 ) -> Report:
     """Replace float linears by integer ones, in place.
+
+    The scheme is `w8a8`, `w8a8-asymmetric`, `w8a8-smoothquant`, `w4a8`, `w4a4` or a `LinearScheme`. Here
+    `w8a8-smoothquant` means static activations and smooths nothing; `baracuda quantize` smooths a checkpoint.
 
     A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name.
     """
@@ -98,7 +113,10 @@ def prepare_qat(
     ignore: Iterable[Pattern] = (),
     **options: Any,
 ) -> Report:
-    """Replace float linears by QATLinears over the same parameters, in place; further options are QATLinear's."""
+    """Replace float linears by QATLinears over the same parameters, in place; further options are QATLinear's.
+
+    The schemes are those of `quantize_model`; a static one needs no scales, since training finds them.
+    """
     chosen = _scheme(scheme)
     options = {
         "weight_element": chosen.weight,
@@ -114,16 +132,14 @@ def prepare_qat(
 
 
 def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), ignore: Iterable[Pattern] = ()) -> Report:
-    """Replace the QATLinears of a trained model by the integer linears they trained for, in place."""
+    """Replace the QATLinears of a trained model by the integer linears they trained for, in place.
+
+    One whose observed or learned scale has no value yet is left, and the report says so.
+    """
 
     def replace(name: str, module: nn.Module) -> nn.Module:
         if not isinstance(module, QATLinear):
             raise Unsupported(f"is a {type(module).__name__}, not a QATLinear: call prepare_qat first")
-        observer = module.activation_fake_quantize.observer
-        if observer is not None and bool((observer.low > observer.high).any()):
-            raise InvalidProblem(
-                "its activation observer has seen nothing: run data through the model in train() first"
-            )
         _require_finite(module.weight)
         return module.convert()
 
@@ -177,6 +193,14 @@ class _Patterns:
     def __init__(self, patterns: Iterable[Pattern] | Pattern) -> None:
         listed: Iterable[Pattern] = (patterns,) if isinstance(patterns, str | type) else patterns
         self.found: dict[Pattern, bool] = dict.fromkeys(listed, False)
+        for pattern in self.found:
+            if isinstance(pattern, str) and pattern.startswith("re:"):
+                try:
+                    re.compile(pattern[3:])
+                except re.error as error:
+                    raise InvalidProblem(
+                        f"{pattern!r}: expected a regular expression behind re:, got one with an error: {error}"
+                    ) from None
 
     def match(self, name: str, module: nn.Module) -> str | None:
         for pattern in self.found:
@@ -201,7 +225,10 @@ def _scheme(scheme: str | LinearScheme) -> LinearScheme:
     if isinstance(scheme, LinearScheme):
         return scheme
     if scheme not in SCHEMES:
-        raise InvalidProblem(f"scheme: expected a LinearScheme or one of {', '.join(SCHEMES)}, got {scheme!r}")
+        raise InvalidProblem(
+            f"scheme: expected a LinearScheme or one of {', '.join(SCHEMES)}, got {scheme!r}; "
+            "those of checkpoints, w4a16 among them, are for `baracuda quantize`"
+        )
     return SCHEMES[scheme]
 
 

@@ -31,15 +31,21 @@ class FakeQuantize(nn.Module):
       initialises them; `grad_factor` defaults to LSQ's 1/sqrt(elements of a segment * q_max).
 
     Static and learned scales are f32 and have the fixed shape `scale_shape`, that of the scope's scales for the inputs
-    to come. `scale_dtype` is the type dynamic scales are rounded to, where it is not that of `choose_qparams`.
+    to come. They are NaN, and so is every result, until a batch came in `train()`. `scale_dtype` is the type dynamic
+    scales are rounded to, where it is not that of `choose_qparams`. `include_zero` widens asymmetric ranges to hold 0,
+    so that 0 itself stays exact.
     """
 
     scale: Tensor
     zero_point: Tensor | None
-    #: Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it.
+    enabled: bool
+    """Whether to round. Set it to False and x passes as it is, still observed."""
+    observing: bool
+    """Whether the observer watches while the module trains. Set it to False to freeze a static scale."""
     initialised: bool = False
-    #: Whether the result is multiplied, so that under autocast it may come in the type it will be multiplied in.
+    """Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it."""
     as_operand: bool = False
+    """Whether the result is multiplied, so that under autocast it may come in the type it will be multiplied in."""
     _rounding: Rounding | None = None
 
     def __init__(
@@ -72,14 +78,14 @@ class FakeQuantize(nn.Module):
         if strategy == "dynamic":
             return
         asymmetric = self.mode is DynamicRangeMode.ASYMMETRIC
-        ones, zeros = torch.ones(self.scale_shape), torch.zeros(self.scale_shape)
+        # NaN until a batch has set it: a module used too early shows.
+        unset, zeros = torch.full(self.scale_shape, torch.nan), torch.zeros(self.scale_shape)
         if strategy == "learned":
-            # NaN until a batch has set it: a module used too early shows.
-            self.scale = nn.Parameter(ones * float("nan"))
+            self.scale = nn.Parameter(unset)
             self.zero_point = nn.Parameter(zeros) if asymmetric else None
         else:
             self.observer = observer(scope, self.scale_shape, **(observer_options or {}))
-            self.register_buffer("scale", ones)
+            self.register_buffer("scale", unset)
             self.register_buffer("zero_point", zeros.to(torch.int32) if asymmetric else None)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,6 +171,25 @@ class FakeQuantize(nn.Module):
             if self.zero_point is not None and zero_point is not None:
                 self.zero_point.copy_(zero_point)
         self.initialised = True
+
+    def require_usable(self, of: str) -> None:
+        """Raise unless integers can be computed with this scale and zero point. Waits for the device."""
+        if self.strategy == "dynamic" or self.scale.is_meta:
+            return
+        if bool(self.scale.isnan().any()):
+            raise InvalidProblem(
+                f"the scale of its {of} is NaN: it has seen nothing, or a NaN; "
+                "run data through the model in train() first"
+            )
+        if self.zero_point is None:
+            return
+        zero_point, low, high = self.zero_point.detach().round(), self.element.q_min, self.element.q_max
+        outside = zero_point[(zero_point < low) | (zero_point > high)]
+        if outside.numel():
+            raise InvalidProblem(
+                f"the zero point of its {of} is {outside[0]:.0f}, expected one in [{low}, {high}]: clamp it there, "
+                "and see whether the model still does what it should"
+            )
 
     def _set(self, low: Tensor, high: Tensor) -> None:
         """The contract's own formula turns a range into a scale: it is that of a segment with these two values."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
+from ..arrays import as_tensor
 from ..descriptors import Element
 from ..errors import InvalidProblem, Unsupported
 from ..functional import (
@@ -17,9 +19,9 @@ from ..functional import (
     quantized_linear,
     smoothquant_linear,
 )
-from ..problem import packed_shape
+from ..problem import Numbers, Problem, activation_zero_point_numbers, packed_shape, scale_numbers
 from ..scope import PerChannel
-from ..types import FLOATS, DynamicRangeMode, ElementKind, member
+from ..types import FLOATS, DynamicRangeMode, ElementKind, QuantizeKind, member
 from .row_sums import RowSums
 
 
@@ -149,6 +151,10 @@ class QuantizedLinear(IntegerLinear):
 
     Takes f16, bf16, f32 or f64 activations and gives back the same type. Under autocast it computes in autocast's type,
     as `nn.Linear` does. Gradients reach x and bias; they pass straight through the rounding of the activations.
+
+    `weight` holds s8 `[N, K]`, or s4 packed `[N, ceil(K/2)]` bytes; `weight_scale` is f32 `[N, 1]`;
+    `dequantized_weight(dtype)` is the float weight they stand for. `q_min` and `q_max` narrow the range of the
+    activations. A symmetric range over u8 `activation`s begins at 0: what is negative becomes 0.
     """
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
@@ -182,7 +188,8 @@ class SmoothQuantLinear(IntegerLinear):
     """y = quantize(x, input_scale) @ W.T + bias: one static scale for every activation, known from calibration.
 
     `input_scale` is f32 `[1]`; `input_zero_point`, there when asymmetric, is int8 (uint8 for u8 activations) `[1]`.
-    Activations that are integers already are taken as they are; the result is then of type `dtype`.
+    Activations that are integers already are taken as they are; the result is then of type `dtype`. Everything else,
+    the further options of the constructor included, is as in `QuantizedLinear`.
     """
 
     _scales: ClassVar[tuple[str, ...]] = ("weight_scale", "input_scale")
@@ -215,13 +222,19 @@ class SmoothQuantLinear(IntegerLinear):
         weight_scale: Tensor | None = None,
         **options: Any,
     ) -> Self:
-        """Quantize a float linear whose inputs have the given scale; a zero point makes it asymmetric."""
+        """Quantize a float linear whose inputs have the given scale; a zero point makes it asymmetric.
+
+        `weight_scale`, one per output channel, stands in for the scales of the weight's own range. The options are
+        those of the constructor.
+        """
         mode = DynamicRangeMode.SYMMETRIC if input_zero_point is None else DynamicRangeMode.ASYMMETRIC
         require_linear(linear)
         made = cls._sized_as(linear, **{"mode": mode, "dtype": linear.weight.dtype, **options})
-        made.input_scale = one_value(input_scale, "input_scale", made.input_scale)
+        problem = Problem(QuantizeKind.QUANTIZE, (1,), ElementKind.F32, made.activation, made.q_min, made.q_max)
+        made.input_scale = one_value(input_scale, "input_scale", made.input_scale, scale_numbers(problem))
         if input_zero_point is not None and made.input_zero_point is not None:
-            made.input_zero_point = one_value(input_zero_point, "input_zero_point", made.input_zero_point)
+            numbers = activation_zero_point_numbers(problem)
+            made.input_zero_point = one_value(input_zero_point, "input_zero_point", made.input_zero_point, numbers)
         return made._take(linear, weight_scale)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,10 +287,17 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device)
 
 
-def one_value(value: Tensor | float, name: str, like: Tensor) -> Tensor:
-    tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+def one_value(value: Any, name: str, like: Tensor, numbers: Numbers) -> Tensor:
+    """One of these numbers, or a tensor of one element, as a buffer like this one holds it."""
+    if isinstance(value, Real):
+        numbers.require(name, value)
+        return torch.tensor([value], dtype=like.dtype, device=like.device)
+    tensor = as_tensor(value, name)
     if tensor.numel() != 1:
         raise InvalidProblem(f"{name}: expected one value for all activations, got shape {list(tensor.shape)}")
+    if not like.is_floating_point():  # a cast alone would wrap
+        storage = torch.iinfo(like.dtype)
+        tensor = tensor.double().round().clamp(storage.min, storage.max)
     return tensor.detach().reshape(1).to(dtype=like.dtype, device=like.device)
 
 

@@ -32,9 +32,9 @@ class Observer(nn.Module):
         raise NotImplementedError
 
     def range(self) -> tuple[Tensor, Tensor]:
-        """The lowest and highest value of every segment that quantization should keep; zeros where nothing was seen."""
+        """The lowest and highest value of every segment that quantization should keep; NaN where nothing was seen."""
         seen = self.low <= self.high
-        return torch.where(seen, self.low, 0.0), torch.where(seen, self.high, 0.0)
+        return torch.where(seen, self.low, torch.nan), torch.where(seen, self.high, torch.nan)
 
     def extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """In x's own type, where they are exact, then in that of the buffers."""

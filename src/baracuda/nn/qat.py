@@ -22,16 +22,19 @@ class QATLinear(nn.Linear):
 
     Weights are quantized per output channel, symmetrically; activations per token, from their own range
     (`activation_strategy="dynamic"`, which becomes a QuantizedLinear), or with one scale for all of them, observed or
-    learned (which becomes a SmoothQuantLinear).
+    learned (which becomes a SmoothQuantLinear). `q_min` and `q_max` narrow the range of the activations, to 4 bits for
+    example.
     """
 
+    weight_element: ElementKind
     weight_fake_quantize: FakeQuantize
     activation_fake_quantize: FakeQuantize
 
-    @classmethod
-    def from_float(
-        cls,
-        linear: nn.Linear,
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
         *,
         weight_element: Element = ElementKind.S8,
         weight_strategy: Strategy = "dynamic",
@@ -42,25 +45,18 @@ class QATLinear(nn.Linear):
         q_max: int | None = None,
         observer: type[Observer] = MovingAverage,
         observer_options: dict[str, Any] | None = None,
-    ) -> Self:
-        """Take over a float linear: the very same parameters, so that an optimizer that has them keeps them.
-
-        `q_min` and `q_max` narrow the range of the activations, to 4 bits for example.
-        """
-        require_linear(linear)
-        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        made.weight, made.bias = linear.weight, linear.bias
-        kind, channels = ElementKind.of(weight_element), (linear.out_features,)
-        low, high = dynamic_range(kind, DynamicRangeMode.SYMMETRIC)
-        made.weight_element = kind
-        made.weight_fake_quantize = FakeQuantize(
-            weight_strategy, PerChannel(0), channels, q_min=low, q_max=high, scale_dtype=torch.float32
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        self.weight_element = ElementKind.of(weight_element)
+        low, high = dynamic_range(self.weight_element, DynamicRangeMode.SYMMETRIC)
+        self.weight_fake_quantize = FakeQuantize(
+            weight_strategy, PerChannel(0), (out_features,), q_min=low, q_max=high, scale_dtype=torch.float32
         )
-        made.weight_fake_quantize.as_operand = True
-        if weight_strategy == "learned" and not linear.weight.is_meta:
-            made.weight_fake_quantize.to(linear.weight.device).initialise(linear.weight)
+        self.weight_fake_quantize.as_operand = True
         dynamic = activation_strategy == "dynamic"
-        made.activation_fake_quantize = FakeQuantize(
+        self.activation_fake_quantize = FakeQuantize(
             activation_strategy,
             PerToken() if dynamic else PerTensor(),
             element=activation,
@@ -70,10 +66,26 @@ class QATLinear(nn.Linear):
             observer=observer,
             observer_options=observer_options,
         )
-        made.to(linear.weight.device)
+        if not self.weight.is_meta:
+            self._follow_weight()
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, **options: Any) -> Self:
+        """Take over a float linear: the very same parameters, so that an optimizer that has them keeps them.
+
+        The options are those of the constructor.
+        """
+        require_linear(linear)
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta", **options)
+        made.weight, made.bias = linear.weight, linear.bias
+        made._follow_weight()
         return made.train(linear.training)
 
-    weight_element: ElementKind
+    def _follow_weight(self) -> None:
+        """Move to the weight's device, and start its scale, where that is learned, at its range."""
+        self.to(self.weight.device)
+        if self.weight_fake_quantize.strategy == "learned" and not self.weight.is_meta:
+            self.weight_fake_quantize.initialise(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         fake: Any = self._modules  # where attributes are looked up last, and slowly
@@ -83,6 +95,8 @@ class QATLinear(nn.Linear):
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
         """The integer linear whose outputs are these, within `conversion_bound`."""
         act = self.activation_fake_quantize
+        self.weight_fake_quantize.require_usable("weight")
+        act.require_usable("activations")
         with torch.no_grad():
             weight_scale, _ = self.weight_fake_quantize.eval().qparams(self.weight)
         options: dict[str, Any] = {"weight_element": self.weight_element, "activation": act.element}
