@@ -26,10 +26,12 @@ KEPT_ROWS, KEPT_BATCHES = 32, 8
 def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool) -> list[Tensor]:
     """Token sequences from a .txt (a sample a line), .jsonl ({"text": ...} a line) or .safetensors file of tokens.
 
-    `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token.
+    `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token; of other texts the
+    beginning is read. Rows of tokens are cut alike, but never joined.
     """
     if path.suffix == ".safetensors":
-        return _read_tokens(path)[:samples]
+        rows = _read_tokens(path)
+        return [part for row in rows for part in (_blocks(row, length) if blocks else [row[:length]])][:samples]
     texts = _read_texts(path)
     tokenizer = _tokenizer(model_dir)
     if not blocks:
@@ -56,6 +58,11 @@ def require_data(path: Path) -> None:
         _read_tokens(path)
     else:
         _read_texts(path)
+
+
+def _blocks(row: Tensor, length: int) -> list[Tensor]:
+    """A last block of a single token, which predicts nothing, is left out."""
+    return [row[i : i + length] for i in range(0, max(1, len(row) - 1), length)]
 
 
 def batches(sequences: list[Tensor]) -> list[Tensor]:
@@ -176,6 +183,9 @@ def _read_tokens(path: Path) -> list[Tensor]:
             tokens = file.read(name)
             if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
                 raise FlowError(f"{path}: {name}: expected token numbers of one or two axes")
+            if int(tokens.min()) < 0:
+                raise FlowError(f"{path}: {name}: expected token numbers from 0 up, got {int(tokens.min())}; "
+                                "leave padding and ignored positions out")  # fmt: skip
             sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
     if not sequences:
         raise FlowError(f"{path}: no token sequences")

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+#: How long ranks wait for one another. One may evaluate alone for hours; one that dies ends the wait at once.
+LONGEST_WAIT = timedelta(days=7)
+
 
 class Team:
     """The ranks of a run; alone, every method is what one process would do anyway."""
@@ -54,16 +57,17 @@ def team(timeout_s: float = 1800) -> Iterator[Team]:
     They travel in a group of their own. Functions of torch.distributed.nn hold on to the default group when they are
     imported while it exists (transformers imports them), and its threads, alive while Python shuts down, then abort the
     process if they still have a tensor to let go. This group ends where the team does.
+
+    `timeout_s` is for the ranks to find each other; from there on they wait as long as the work takes.
     """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         yield Team()
         return
-    timeout = timedelta(seconds=timeout_s)
     started = not dist.is_initialized()
     if started:
-        dist.init_process_group("gloo", timeout=timeout)
-    ranks = Team(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=timeout))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+    ranks = Team(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
     try:
         yield ranks
         ranks.barrier()  # nobody leaves while another still talks
