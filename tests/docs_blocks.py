@@ -14,7 +14,6 @@ import doctest
 import io
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -120,8 +119,6 @@ def execute(block: Block, words: list[str]) -> str:
     """What a command prints. One that cannot run here has its names checked instead."""
     match words:
         case ["baracuda", *arguments]:
-            for out in arguments[arguments.index("-o") + 1 :][:1] if "-o" in arguments else []:
-                shutil.rmtree(out, ignore_errors=True)  # pages show alternatives with the same output folder
             done = CliRunner().invoke(app, arguments, catch_exceptions=False)
             shown_failure = done.exit_code == 1 and arguments[0] == "verify"
             assert done.exit_code == 0 or shown_failure, f"{block}: {words}: {done.output}"

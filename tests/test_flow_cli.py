@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from baracuda import __version__, demo
 from baracuda.cli import app
 from baracuda.flow.tensorfile import write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()
+SMOOTH = ["--scheme", "w8a8-smoothquant", "--calibration"]
 
 
 def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
@@ -37,17 +40,24 @@ def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
         (["--scheme", "w3a3"], "expected one of w8a8"),
         (["--activations", "static"], "needs calibration data"),
         (["--scheme", "w4a16", "--activations", "static"], "floating point"),
-        (["--alpha", "much"], "expected a number in"),
-        (["--alpha", "7"], "expected a number in [0, 1] or 'auto', got 7"),
+        ([*SMOOTH, "floats.safetensors", "--alpha", "much"], "expected a number in"),
+        ([*SMOOTH, "floats.safetensors", "--alpha", "7"], "expected a number in [0, 1] or 'auto', got 7"),
+        (["--alpha", "0.5"], "w8a8 does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
+        (["--group-size", "128"], "w8a8 has no groups: drop --group-size, or use --scheme w4a16"),
+        (["--calibration", "nowhere.txt"], "needs no data: drop --calibration, or add --activations static"),
+        (["--scheme", "w4a16", "--calibration", "nowhere.txt"], "activations needs no data: drop --calibration"),
+        (["--device", "cuda"], "sees no CUDA GPU here; use --device cpu"),
+        (["--ignore", "*.donw_proj"], "--ignore *.donw_proj: expected names of modules, such as model.layers.0.mlp."),
+        (["--ignore", "lm_head", "--ignore", "model.layers.0"], "--ignore model.layers.0: expected names"),
         (["--ignore", "*"], "nothing to quantize. model.embed_tokens"),
         (["--ignore", "re:["], "not a regular expression"),
         (["--samples", "0"], "samples: expected at least 1, got 0"),
         (["--sequence-length", "1"], "sequence_length: expected at least 2"),
-        (["--calibration", "nowhere.txt"], "nowhere.txt: no such file"),
-        (["--calibration", "texts.csv"], "texts.csv: another kind of file"),
-        (["--calibration", "empty.txt"], "empty.txt: expected a text a line; it is empty"),
-        (["--calibration", "latin.txt"], "latin.txt: expected UTF-8 text"),
-        (["--calibration", "prompts.jsonl"], 'line 1: expected {"text": "..."}, got {"prompt": 1}'),
+        ([*SMOOTH, "nowhere.txt"], "nowhere.txt: no such file"),
+        ([*SMOOTH, "texts.csv"], "texts.csv: another kind of file"),
+        ([*SMOOTH, "empty.txt"], "empty.txt: expected a text a line; it is empty"),
+        ([*SMOOTH, "latin.txt"], "latin.txt: expected UTF-8 text"),
+        ([*SMOOTH, "prompts.jsonl"], 'line 1: expected {"text": "..."}, got {"prompt": 1}'),
         (["--evaluate", "floats.safetensors"], "expected token numbers"),
         (["--evaluate", "nowhere.txt"], "nowhere.txt: no such file"),
     ],
@@ -56,6 +66,7 @@ def test_mistakes_are_told_in_a_sentence(
     arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     (tmp_path / "texts.csv").write_text("a,b")
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
@@ -80,6 +91,68 @@ def test_an_output_that_is_taken_is_left_as_it_is(place: str, message: str, tmp_
     done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / place)])
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("pattern", ["lm_head", "*norm", "re:lm_head|.*\\.fc2$", "model.layers.0.mlp.up_proj"])
+def test_a_pattern_may_name_what_stays_as_it_is_anyway(pattern: str, tmp_path: Path) -> None:
+    source = models.plain_checkpoint(tmp_path / "model")
+    done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out"), "--ignore", pattern])
+    assert done.exit_code == 0, done.output
+
+
+def test_a_finished_run_is_told_from_another(tmp_path: Path) -> None:
+    source, out = models.plain_checkpoint(tmp_path / "model"), tmp_path / "out"
+    command = ["quantize", str(source), "-o", str(out)]
+    assert run.invoke(app, command).exit_code == 0
+    done = run.invoke(app, [*command, "--resume"])
+    assert done.exit_code == 0 and "was finished already, from this model with these options" in done.output
+    assert "12 Linears" in done.output
+    for other, message in (
+        ([*command, "--scheme", "w4a16", "--group-size", "32"], "scheme ('w8a8' there, 'w4a16' here)"),
+        ([*command, "--scheme", "nonsense"], "expected one of w8a8"),
+        (["quantize", str(tmp_path / "nosuch"), "-o", str(out)], "expected a Hugging Face model directory"),
+    ):
+        done = run.invoke(app, [*other, "--resume"])
+        assert done.exit_code == 2 and message in done.output and "12 Linears" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "nosuch: expected a directory with a quantized checkpoint; it is not there"),
+        (["model/config.json"], "it is a file"),
+        (["out", "--against", "nosuch"], "nosuch: expected a Hugging Face model directory; it is not there"),
+        (["out", "--against", "model/sub"], "config.json: expected this file of a Hugging Face model directory"),
+    ],
+)
+def test_what_cannot_be_verified_is_not_called_wrong(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models.plain_checkpoint(tmp_path / "model")
+    assert run.invoke(app, ["quantize", "model", "-o", "out"]).exit_code == 0
+    done = run.invoke(app, ["verify", *arguments])
+    assert done.exit_code == 2 and message in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("command", ["info", "demo"])
+def test_a_gpu_that_is_not_there_is_told_in_the_commands_own_words(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run.invoke(app, [command, "--device", "cuda"])
+    assert done.exit_code == 2 and "use --device cpu" in done.output and "device=" not in done.output
+
+
+def test_the_version_is_told() -> None:
+    done = run.invoke(app, ["--version"])
+    assert done.exit_code == 0 and done.output == f"baracuda {__version__}\n"
+
+
+def test_the_demo_proposes_commands_that_work_in_a_row() -> None:
+    outputs = re.findall(r"-o (\S+?)(?:\[|\s)", demo.NEXT)
+    assert len(outputs) == len(set(outputs)) == 2
+    assert re.findall(r"verify (\S+)", demo.NEXT)[0] in outputs
 
 
 def test_a_calibration_that_fails_leaves_nothing_to_be_cleared_away(tmp_path: Path) -> None:

@@ -168,6 +168,14 @@ def test_conv1d_beside_a_linear_stays_float_and_is_named(tmp_path: Path) -> None
     assert models.relative(exact, mine) < 0.05 and models.relative(exact, yours) < 0.05
 
 
+def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
+    llama: tuple[torch.nn.Module, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(baracuda.Unsupported, match=r"device cuda: .* sees no CUDA GPU here; use device='cpu'"):
+        baracuda.load(llama[1], device="cuda")
+
+
 def test_a_float_checkpoint_is_not_loaded_as_a_quantized_one(llama: tuple[torch.nn.Module, Path]) -> None:
     with pytest.raises(FlowError, match="no quantization_config"):
         baracuda.load(llama[1])

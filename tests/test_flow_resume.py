@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 
-from baracuda.flow import FlowError, quantize_checkpoint
+from baracuda.flow import CheckpointError, FlowError, quantize_checkpoint
 from baracuda.flow.stream import ShardJob
 
 # The driver computes nothing itself, so that forked children may use torch's threads. It prints one line of JSON.
@@ -133,5 +135,73 @@ def test_a_resumed_run_must_be_the_same_run(source: Path, tmp_path: Path) -> Non
     (out / ".baracuda" / "run.json").write_text(json.dumps({"fingerprint": "x", "run": {"options": {}}}))
     with pytest.raises(FlowError, match="unfinished run: pass --resume"):
         quantize_checkpoint(source, out)
-    with pytest.raises(FlowError, match=r"differs from this one in .*options"):
+    with pytest.raises(
+        FlowError, match=r"unfinished run that differs .* the model, scheme \(None there, 'w8a8' here\)"
+    ):
         quantize_checkpoint(source, out, resume=True)
+
+
+@pytest.fixture(scope="module")
+def ended(source: Path) -> Path:
+    quantize_checkpoint(source, source.parent / "ended", ignore="*.layers.0.*")
+    return source.parent / "ended"
+
+
+def test_a_run_that_has_ended_is_left_as_it_is(source: Path, ended: Path) -> None:
+    before = (ended / "baracuda_report.json").read_bytes()
+    report = quantize_checkpoint(source, ended, ignore=["*.layers.0.*"], resume=True)
+    assert report == json.loads(before) and len(report["layers"]) == 10
+    assert (ended / "baracuda_report.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ignore": ()}, r"ignore \(\['\*\.layers\.0\.\*'\] there, \[\] here\); choose another output directory"),
+        ({"scheme": "w4a16", "group_size": 32}, r"scheme \('w8a8' there, 'w4a16' here\), group_size \(128 there, 32"),
+        ({"evaluation": "texts.txt"}, r"one in the evaluation data; choose"),
+        ({"scheme": "w3a3"}, r"scheme: expected one of"),
+    ],
+    ids=str,
+)
+def test_a_run_that_has_ended_must_be_the_same_run(
+    options: dict[str, Any], message: str, source: Path, ended: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts.txt").write_text("some words\n")
+    before = models.contents(ended)
+    with pytest.raises(FlowError, match=message):
+        quantize_checkpoint(source, ended, resume=True, **{"ignore": "*.layers.0.*", **options})
+    assert models.contents(ended) == before
+
+
+def test_a_run_that_has_ended_must_be_of_the_same_model(source: Path, ended: Path, tmp_path: Path) -> None:
+    options = {"ignore": "*.layers.0.*", "resume": True}
+    same = Path(shutil.copytree(source, tmp_path / "copied"))  # with the times of its files
+    quantize_checkpoint(same, ended, **options)
+    shard = same / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes())
+    with pytest.raises(
+        FlowError, match="finished run that differs from this one in when the model's files were written"
+    ):
+        quantize_checkpoint(same, ended, **options)
+    with pytest.raises(FlowError, match="finished run that differs from this one in the model; choose"):
+        quantize_checkpoint(models.plain_checkpoint(tmp_path / "other", layers=2), ended, **options)
+    with pytest.raises(CheckpointError, match="it is not there"):
+        quantize_checkpoint(tmp_path / "nosuch", ended, **options)
+
+
+def test_a_report_that_does_not_say_what_it_was_made_from_is_not_taken_for_this_run(
+    source: Path, ended: Path, tmp_path: Path
+) -> None:
+    older = Path(shutil.copytree(ended, tmp_path / "older"))
+    report = json.loads((older / "baracuda_report.json").read_text())
+    del report["run"]["made_from"]
+    (older / "baracuda_report.json").write_text(json.dumps(report))
+    with pytest.raises(FlowError, match=r"does not say what it was made from.*choose another output"):
+        quantize_checkpoint(source, older, ignore="*.layers.0.*", resume=True)
+
+
+def test_a_result_stands_whichever_version_made_it(source: Path, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baracuda.flow.convert.__version__", "99")
+    assert quantize_checkpoint(source, ended, ignore="*.layers.0.*", resume=True)["baracuda"] != "99"

@@ -30,8 +30,18 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 console = Console()
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        console.print(f"baracuda {__version__}", highlight=False)
+        raise typer.Exit
+
+
 @app.callback()
-def baracuda() -> None:
+def baracuda(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     """Quantization kernels behind plans: the same bits on CPU, GPU and reference."""
 
 
@@ -71,6 +81,7 @@ def run_demo(
 
 @app.command()
 def quantize(
+    context: typer.Context,
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
     out: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
     scheme: Annotated[str, typer.Option(help="w8a8, w8a8-smoothquant or w4a16.")] = "w8a8",
@@ -79,9 +90,11 @@ def quantize(
     ] = "dynamic",
     calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
     evaluate: Annotated[Path | None, typer.Option(help="Data to measure the result on; the report tells.")] = None,
-    alpha: Annotated[str, typer.Option(help="Smoothing strength from 0 to 1, or auto: searched per layer.")] = "0.5",
+    alpha: Annotated[
+        str, typer.Option(help="Strength of w8a8-smoothquant from 0 to 1, or auto: searched per layer.")
+    ] = "0.5",
     ignore: Annotated[
-        list[str] | None, typer.Option(help="Modules to leave: a name, a shell pattern or re:REGEX.")
+        list[str] | None, typer.Option(help="Modules to leave: a name, a shell pattern or re:REGEX that matches some.")
     ] = None,
     group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a16.")] = 128,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
@@ -92,7 +105,9 @@ def quantize(
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
     with _errors():
         from .flow import quantize_checkpoint
+        from .flow.convert import is_complete
 
+        ended = resume and is_complete(out)
         with _bars() as progress:
             content = quantize_checkpoint(
                 model_dir,
@@ -101,15 +116,18 @@ def quantize(
                 activations=activations,
                 calibration=calibration,
                 evaluation=evaluate,
-                alpha=_alpha(alpha),
-                ignore=tuple(ignore or ()),
-                group_size=group_size,
+                alpha=_alpha(alpha) if _given(context, "alpha") else None,
+                ignore=ignore or (),
+                group_size=group_size if _given(context, "group_size") else None,
                 samples=samples,
                 sequence_length=sequence_length,
                 device=device,
                 resume=resume,
                 progress=progress,
             )
+        if content and ended:
+            said = f"{escape(str(out))} was finished already, from this model with these options"
+            console.print(said, highlight=False, soft_wrap=True)
         if content:
             console.print(_summary(content, out))
 
@@ -123,6 +141,7 @@ def verify(
     from .flow import verify as check
 
     with _errors():
+        _require_checkpoints(out, against)
         findings = check(out, against)
     if findings:
         table = Table("finding", "where", "what", title=f"{len(findings)} finding{'s' * (len(findings) > 1)}")
@@ -148,8 +167,28 @@ def _errors() -> Iterator[None]:
     try:
         yield
     except (BaracudaError, OSError) as error:  # a full disk and a forbidden folder are no bugs either
-        console.print(f"[red]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+        message = str(error).replace("device='cpu'", "--device cpu")  # said for Python
+        console.print(f"[red]{escape(message)}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
+
+
+def _require_checkpoints(out: Path, against: Path | None) -> None:
+    """Raise where there is nothing to verify or to compare with: that is no finding about a checkpoint."""
+    from .flow import FlowError
+    from .flow.checkpoint import Checkpoint
+
+    if not out.is_dir():
+        what = "a file" if out.exists() else "not there"
+        raise FlowError(f"{out}: expected a directory with a quantized checkpoint; it is {what}")
+    if against is not None:
+        with Checkpoint.open(against):
+            pass
+
+
+def _given(context: typer.Context, option: str) -> bool:
+    """Whether the user said it: what a scheme does not use is refused only then."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _alpha(text: str) -> float | str:
@@ -196,11 +235,8 @@ def _summary(content: dict[str, Any], out: Path) -> Table:
 
 
 def _device(name: str | None) -> torch.device:
-    try:
+    with _errors():
         return resolve_device(name)
-    except BaracudaError as error:
-        console.print(f"[red]{error}[/]", highlight=False)
-        raise typer.Exit(2) from None
 
 
 def _machine(device: torch.device) -> Table:

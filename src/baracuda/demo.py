@@ -39,7 +39,7 @@ NEXT = """
 Each folder of {folder} is a checkpoint in the format that vLLM and transformers load, with its baracuda_report.html.
 Next, on your own model, without and with data to calibrate on:
   [bold]baracuda quantize MODEL_DIR -o OUT[/]
-  [bold]baracuda quantize MODEL_DIR -o OUT --scheme w8a8-smoothquant --calibration texts.txt --evaluate texts.txt[/]
+  [bold]baracuda quantize MODEL_DIR -o SMOOTH --scheme w8a8-smoothquant --calibration texts.txt --evaluate texts.txt[/]
   [bold]baracuda verify OUT --against MODEL_DIR[/]
 baracuda.load("OUT") in Python runs it in int8. [bold]baracuda demo --scopes[/] shows what a scope costs on one tensor,
 [bold]baracuda info[/] what runs on this machine."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,17 @@ class Run:
     source: Checkpoint
     out: Path
     options: Options
+    scheme: Scheme
     team: Team
     device: torch.device
     progress: Progress
     calibration: Path | None = None
     evaluation: Path | None = None
-    scheme: Scheme = field(init=False)
     structure: Structure = field(init=False)
     journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
         options = self.options
-        self.scheme = Scheme.of(options.scheme, options.activations, options.group_size)
         if self.scheme.needs_calibration and self.calibration is None:
             raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
                             "jsonl or safetensors file of tokens")  # fmt: skip
@@ -72,7 +71,7 @@ class Run:
         """Whatever can be known to be wrong before anything is read or written."""
         options = self.options
         _check_alpha(options.alpha)
-        for name, least in (("samples", 1), ("sequence_length", 2), ("group_size", 8)):
+        for name, least in (("samples", 1), ("sequence_length", 2)):
             if getattr(options, name) < least:
                 raise FlowError(f"{name}: expected at least {least}, got {getattr(options, name)}")
         for pattern in options.ignore:
@@ -93,6 +92,13 @@ class Run:
             "calibration": digest_file(self.calibration) if self.calibration else None,
         }
 
+    def record(self) -> dict[str, Any]:
+        """The fingerprint for when the run has ended, and nothing can be done again: with the very files it read."""
+        return self.fingerprint() | {
+            "files": {name: file.version for name, file in self.source.shards.items()},
+            "evaluation": digest_file(self.evaluation) if self.evaluation else None,
+        }
+
     def version(self, shard: str) -> list[Any]:
         """The state of the files that a shard of the result is made from; calibration looks at all of them."""
         read = self.source.shards if self.scheme.needs_calibration else [shard]
@@ -100,6 +106,8 @@ class Run:
 
     def go(self, *, resume: bool) -> dict[str, Any]:
         started = time.perf_counter()
+        if resume and self.team.gather(is_complete(self.out))[0]:
+            return self._ended()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
         try:
             preparation = self._prepare()
@@ -121,6 +129,17 @@ class Run:
         self.journal.end()
         self.team.barrier()
         return result
+
+    def _ended(self) -> dict[str, Any]:
+        """The report of the run that has ended here, unless it is another than the one asked for."""
+        content = read_json(self.out / reports.JSON)
+        asked = self.record()
+        del asked["baracuda"]  # a result stands, whichever version made it
+        if asked["evaluation"] is None:
+            del asked["evaluation"]  # one that nobody asks for does no harm
+        self.journal.require_ended(reports.made_from(content), asked)
+        self._together(self.journal.sweep)
+        return content if self.team.leads else {}
 
     def _together(self, action: Callable[[], None]) -> None:
         """Rank 0 acts; its failure is everybody's."""
@@ -266,9 +285,9 @@ def quantize_checkpoint(
     activations: str = "dynamic",
     calibration: str | Path | None = None,
     evaluation: str | Path | None = None,
-    alpha: float | str = 0.5,
-    ignore: tuple[str, ...] | list[str] = (),
-    group_size: int = 128,
+    alpha: float | str | None = None,
+    ignore: str | Iterable[str] = (),
+    group_size: int | None = None,
     samples: int = 128,
     sequence_length: int = 512,
     device: torch.device | str = "cpu",
@@ -277,18 +296,38 @@ def quantize_checkpoint(
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
-    Under torchrun every rank calls this and the work is shared; the bytes are those of one process.
+    - `scheme`: `"w8a8"`, `"w8a8-smoothquant"` or `"w4a16"`. `activations`: `"dynamic"`, a scale per token at run time,
+      or `"static"`, one per tensor from calibration.
+    - `calibration`: a file of texts or tokens, for SmoothQuant and static activations. `evaluation`: one to measure the
+      result on. Of each, `samples` sequences of `sequence_length` tokens are read.
+    - `alpha`: SmoothQuant's strength, from 0 to 1, or `"auto"` to search it per layer; 0.5 unless given.
+    - `group_size`: columns that share a scale in w4a16; 128 unless given.
+    - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
+    - `device`: where to compute. `resume`: go on with a run that was killed; one that has ended is left as it is.
+    - `progress(stage, done, total, label)` is called as work is done: `done` since the last call, of `total` in the
+      stage, in bytes or steps; `label` is the tensor or batch.
+
+    Options that the scheme would not use are refused. Under torchrun every rank calls this and the work is shared; the
+    bytes are those of one process, and so is the report: the other ranks get an empty one.
     """
     out = Path(out)
-    options = Options(scheme, activations, alpha, tuple(ignore), group_size, samples, sequence_length)
-    if resume and is_complete(out):
-        Journal(out).sweep()
-        return read_json(out / reports.JSON)
+    options = Options(
+        scheme,
+        activations,
+        Options.alpha if alpha is None else alpha,
+        (ignore,) if isinstance(ignore, str) else tuple(ignore),
+        Options.group_size if group_size is None else group_size,
+        samples,
+        sequence_length,
+    )
+    kind = Scheme.of(scheme, activations, options.group_size)
+    _require_used(options, kind, alpha=alpha, group_size=group_size, calibration=calibration)
     with told(out), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
         run = Run(
             source,
             out,
             options,
+            kind,
             ranks,
             _own_device(device),
             progress or (lambda stage, done, total, label: None),
@@ -308,6 +347,20 @@ def _own_device(device: torch.device | str) -> torch.device:
 def is_complete(out: Path) -> bool:
     """Whether a run into this directory has ended."""
     return (out / reports.JSON).exists() and (out / "config.json").exists() and not (out / FOLDER / "run.json").exists()
+
+
+def _require_used(options: Options, scheme: Scheme, **given: object) -> None:
+    """An option that would change nothing was given for a reason, which is not going to be met."""
+    name, kind = options.scheme, f"{options.scheme} with {options.activations} activations"
+    static = "" if scheme.packed else ", or add --activations static"
+    unused = {
+        "alpha": (scheme.smooth, f"{name} does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
+        "group_size": (scheme.packed, f"{name} has no groups: drop --group-size, or use --scheme w4a16"),
+        "calibration": (scheme.needs_calibration, f"{kind} needs no data: drop --calibration{static}"),
+    }
+    for option, (used, why) in unused.items():
+        if given[option] is not None and not used:
+            raise FlowError(why)
 
 
 def _check_alpha(alpha: float | str) -> None:

@@ -36,9 +36,9 @@ class Journal:
                 raise FlowError(f"{self.out} holds an unfinished run: pass --resume to go on, or remove it")
             before = read_json(known)
             if before.get("fingerprint") != fingerprint:
-                changed = [key for key in run if before.get("run", {}).get(key) != run[key]]
+                changed = differences(before.get("run"), run) or "its inputs"
                 raise FlowError(
-                    f"{self.out}: the unfinished run differs from this one in {', '.join(changed) or 'its inputs'}; "
+                    f"{self.out} holds an unfinished run that differs from this one in {changed}; "
                     "repeat its command, or remove the directory"
                 )
         else:
@@ -49,6 +49,19 @@ class Journal:
             self.write_json(known, {"fingerprint": fingerprint, "run": run})
         for stale in self.folder.glob("*.tmp"):
             stale.unlink()
+
+    def require_ended(self, before: dict[str, Any] | None, run: dict[str, Any]) -> None:
+        """Raise unless the run that has ended here, `before`, is this one."""
+        if before is None:
+            raise FlowError(
+                f"{self.out} holds a finished run whose report does not say what it was made from, as those of older "
+                "versions: use it as it is, or choose another output directory"
+            )
+        if changed := differences(before, run):
+            raise FlowError(
+                f"{self.out} holds a finished run that differs from this one in {changed}; "
+                "choose another output directory, or remove it"
+            )
 
     def temporary(self, name: str) -> Path:
         return self.folder / f"{name}.tmp"
@@ -97,6 +110,31 @@ class Journal:
         if self.folder.exists():
             self.folder.rmdir()
             sync_directory(self.out)
+
+
+#: What the parts of a fingerprint are called, but for the options, which have names of their own.
+_PARTS = {
+    "baracuda": "the version of baracuda",
+    "source": "the model",
+    "sizes": "the model",
+    "config": "the model",
+    "calibration": "the calibration data",
+    "evaluation": "the evaluation data",
+}
+
+
+def differences(before: Any, run: dict[str, Any]) -> str:
+    """What of `run` is not as it was before, in words; options one by one, with both values."""
+    before = before if isinstance(before, dict) else {}
+    changed = [key for key in run if before.get(key) != run[key]]
+    told = list(dict.fromkeys(_PARTS[key] for key in changed if key in _PARTS))
+    if "files" in changed and "the model" not in told:
+        told.append("when the model's files were written")
+    if "options" in changed:
+        was = before.get("options")
+        was = was if isinstance(was, dict) else {}
+        told += [f"{k} ({was.get(k)!r} there, {v!r} here)" for k, v in run["options"].items() if was.get(k) != v]
+    return ", ".join(told)
 
 
 def digest(content: Any) -> str:

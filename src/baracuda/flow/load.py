@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..plan import resolve_device
 from .checkpoint import read_json
 from .errors import FlowError
 from .experts import SERIALIZED, float_experts
@@ -23,7 +24,7 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given.
     """
-    directory = Path(out)
+    directory, device = Path(out), resolve_device(device)
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")

@@ -64,8 +64,16 @@ def collect(run: Run, statistics: dict[str, Any], notes: dict[str, Any], seconds
             "ranks": run.team.size,
             "torch": torch.__version__,
             "python": platform.python_version(),
+            "made_from": run.record(),
         },
     }
+
+
+def made_from(content: dict[str, Any]) -> dict[str, Any] | None:
+    """What a report says its run was; None where a version that did not say wrote it."""
+    run = content.get("run")
+    made = run.get("made_from") if isinstance(run, dict) else None
+    return made if isinstance(made, dict) else None
 
 
 def sqnr_db(signal: float, noise: float) -> float | None:

@@ -97,6 +97,7 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
         if reason is not None:
             del structure.linears[tensor]
             structure.left[module] = reason
+    _require_matches(structure, source, ignore)
     _require_whole_families(structure)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
@@ -113,6 +114,20 @@ def _why_nothing(left: dict[str, str]) -> str:
         for why, modules in list(alike.items())[:8]
     ]
     return "; ".join(told) or "No Linear weights were found."
+
+
+def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
+    """A pattern that matches nothing is a typing error. What stays as it is anyway, a norm or the head, does match."""
+    names = {tensor.rpartition(".")[0] for tensor in source.where}.union(
+        structure.left, structure.modules.values(), DEFAULT_IGNORE
+    )
+    for pattern in ignore:
+        if not any(matches(pattern, name) for name in names):
+            example = next(iter([*structure.linears.values(), *structure.left]), "")
+            raise FlowError(
+                f"--ignore {pattern}: expected names of modules, such as {example}; it matches none of this model's: "
+                "correct it, or drop it"
+            )
 
 
 def _require_whole_families(structure: Structure) -> None:
