@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 
-from baracuda.flow import quantize_checkpoint, verify
+from baracuda.flow import FlowError, load, quantize_checkpoint, verify
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -181,6 +181,12 @@ CORRUPTIONS: dict[str, tuple[str, Corrupt]] = {
             lambda c: c[QUANT]["config_groups"]["group_0"]["input_activations"].update(dynamic=True, strategy="token"),
         ),
     ),
+    "an ignore list that is none": ("bad-config", rejson(CONFIG, lambda c: c[QUANT].update(ignore=None))),
+    "an ignore pattern that is none": ("bad-config", rejson(CONFIG, lambda c: c[QUANT]["ignore"].append("re:("))),
+    "an ignore pattern of any size": (
+        "bad-config",
+        rejson(CONFIG, lambda c: c[QUANT].update(ignore=["re:a{9999999999}"])),
+    ),
     "a scheme nobody reads": (
         "bad-config",
         rejson(CONFIG, lambda c: c[QUANT]["config_groups"]["group_0"]["weights"].update(num_bits=[8])),
@@ -206,12 +212,77 @@ def test_verify_names(name: str, bad: Path) -> None:
     assert expected in {finding.code for finding in found}, found
 
 
+@pytest.mark.parametrize("ignore", [None, "lm_head", ["re:("]])
+def test_load_names_a_bad_ignore_list_too(ignore: Any, bad: Path) -> None:
+    rejson(CONFIG, lambda c: c[QUANT].update(ignore=ignore))(bad)
+    with pytest.raises(FlowError, match=r"quantization_config: (its )?ignore"):
+        load(bad)
+
+
 def test_values_that_are_not_the_originals_are_found_with_against(bad: Path, source: Path) -> None:
     retensor(f"{Q}.weight", lambda w: -w)(bad)
     retensor("model.embed_tokens.weight", set_value((0, 0), 1.5))(bad)
     assert codes(bad) == set()
     found = {finding.where: finding.code for finding in verify(bad, source)}
     assert found == {f"{Q}.weight": "wrong-values", "model.embed_tokens.weight": "wrong-values"}
+
+
+DOWN = "model.layers.0.mlp.down_proj.weight"
+OUTLIERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one outlier": lambda w: w.index_put((torch.arange(8), torch.tensor(7)), torch.tensor(35.0)),
+    "a row of one value": lambda w: w.index_fill(0, torch.tensor([0]), 0.0).index_put(
+        (torch.tensor(0), torch.tensor(3)), torch.tensor(1e-3)
+    ),
+    "rows of zeros": lambda w: w.index_fill(0, torch.arange(8), 0.0),
+    "rows too small for a scale": lambda w: w * 1e-38,
+    "rows of f16's smallest numbers": lambda w: w * 2.5e-7,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("kind", OUTLIERS)
+def test_outliers_are_no_damage(kind: str, scheme: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """However little of its row's range a weight takes up, rounding is all that happened to it."""
+    source = models.plain_checkpoint(tmp_path / "model", shards=1, layers=1, dtype=dtype)
+    (path,) = source.glob("*.safetensors")
+    weight = OUTLIERS[kind](torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))).to(dtype)
+    write_tensors(path, read_tensors(path) | {DOWN: weight}, {"format": "pt"})
+    quantize_checkpoint(source, tmp_path / "out", scheme=scheme, **({"group_size": 32} if scheme == "w4a16" else {}))
+    assert verify(tmp_path / "out", source) == []
+
+
+SCALES: dict[str, tuple[set[str], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "of bf16": (set(), lambda s: s.to(torch.bfloat16)),
+    "of f64": (set(), lambda s: s.double()),
+    "of other rows": ({"wrong-values"}, lambda s: s.roll(1, 0)),
+    "a little too large": ({"wrong-values"}, lambda s: s * 1.02),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_may_be_rounded_to_their_type_and_nothing_else(name: str, bad: Path, source: Path) -> None:
+    expected, change = SCALES[name]
+    retensor(f"{Q}.weight_scale", change)(bad)
+    rejson(INDEX, lambda index: index.pop("metadata"))(bad)  # another type has another size
+    assert codes(bad, source) == expected
+
+
+def test_a_scale_that_swallows_its_row_is_found(bad: Path, source: Path) -> None:
+    retensor(f"{Q}.weight", torch.zeros_like)(bad)
+    retensor(f"{Q}.weight_scale", lambda s: s * 1000)(bad)
+    assert codes(bad, source) == {"wrong-values"}
+
+
+def test_a_file_that_did_not_come_along_is_found_with_against(bad: Path, source: Path, tmp_path: Path) -> None:
+    original = Path(shutil.copytree(source, tmp_path / "original"))
+    for name in ("2_Dense/model.safetensors", "2_Dense/pytorch_model.bin", "README.md", "earlier/baracuda_report.json"):
+        (original / name).parent.mkdir(exist_ok=True)
+        (original / name).touch()
+    (original / "earlier" / "vocab.txt").touch()
+    (bad / "generation_config.json").unlink()
+    found = {(finding.code, finding.where) for finding in verify(bad, original)}
+    assert found == {("missing-file", "2_Dense/model.safetensors"), ("missing-file", "generation_config.json")}
 
 
 def test_a_wrong_original_is_a_finding_too(good: Path, tmp_path: Path) -> None:

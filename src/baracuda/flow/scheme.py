@@ -11,6 +11,7 @@ from torch import Tensor
 from ..functional import dequantize, dynamic_quantize
 from ..scope import PerChannel, PerGroup
 from .errors import FlowError
+from .patterns import require_pattern
 from .tensorfile import Entry
 
 SCHEMES = ("w8a8", "w8a8-smoothquant", "w4a16")
@@ -38,7 +39,7 @@ class Scheme:
         if name == "w4a16" and activations == "static":
             raise FlowError("w4a16 keeps activations in floating point: drop --activations static")
         if group_size < 8 or group_size % 8:
-            raise FlowError(f"group_size: expected a multiple of 8, got {group_size}")
+            raise FlowError(f"group_size: expected a positive multiple of 8, got {group_size}")
         kind: Activations = "static" if activations == "static" else "dynamic"
         return cls(4 if name == "w4a16" else 8, group_size, kind, name == "w8a8-smoothquant")
 
@@ -103,9 +104,23 @@ class Scheme:
     def dequantize(self, stored: dict[str, Tensor]) -> Tensor:
         """The f32 weight that stored rows stand for."""
         if not self.packed:
-            return dequantize(stored["weight"], stored["weight_scale"].squeeze(1), scope=PerChannel(0))
+            return dequantize(stored["weight"], stored["weight_scale"].float().squeeze(1), scope=PerChannel(0))
         nibbles = stored["weight_packed"].contiguous().view(torch.uint8) ^ 0x88
         return dequantize(nibbles, stored["weight_scale"].float(), scope=PerGroup(self.group_size), element="s4")
+
+    def holds(self, original: Tensor, restored: Tensor, scale: Tensor) -> bool:
+        """Whether `restored`, whole rows, is `original` quantized: no element is further off than rounding explains.
+
+        That is half a step, and what rounding the scale to its stored type moves a value by. A step is the scale, but
+        at most twice what the values need, so that a scale which swallows them all is not taken for a coarse one.
+        """
+        groups, found = (rows.float().view(*scale.shape, -1) for rows in (original, restored))
+        largest, stored, single = 7 if self.packed else 127, torch.finfo(scale.dtype), torch.finfo(torch.float32)
+        half = torch.minimum(scale.float() / 2, groups.abs().amax(-1) / largest)[..., None]
+        # Scales are normal f32 numbers, and in a type of few exponents multiples of its smallest one.
+        least = max(single.tiny, largest * stored.tiny * stored.eps)
+        allowed = half + (half + found.abs()) * max(stored.eps, single.eps) + least
+        return bool(((found - groups).abs() <= allowed).all())
 
     def config(self, ignore: list[str]) -> dict[str, Any]:
         """The quantization_config of config.json. Only these six argument keys: newer ones fail in older readers."""
@@ -146,9 +161,14 @@ def parse_config(config: dict[str, Any]) -> Scheme:
         bits, group_size = weights["num_bits"], weights["group_size"]
         if bits not in (4, 8) or type(group_size if bits == 4 else 128) is not int or (bits == 4 and group_size % 8):
             raise FlowError(f"quantization_config: {bits!r}-bit weights in groups of {group_size!r} are not read here")
+        ignore = config["ignore"]
+        if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
+            raise FlowError(f"quantization_config: its ignore should be a list of names, got {str(ignore)[:80]}")
+        for pattern in ignore:
+            require_pattern(pattern, "quantization_config: ignore")
         static = inputs is not None and not inputs["dynamic"]
         scheme = Scheme(bits, group_size or 128, "static" if static else "dynamic")
-        expected = scheme.config(config["ignore"])
+        expected = scheme.config(ignore)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise FlowError("quantization_config: not the layout of compressed-tensors as baracuda writes it") from None
     for key in ("format", "config_groups"):

@@ -11,18 +11,20 @@ from typing import Any
 import torch
 
 from .checkpoint import FOREIGN_WEIGHTS, INDEX, SINGLE, Checkpoint, inside, read_json, shard_names
+from .companions import companions
 from .errors import CheckpointError, FlowError
 from .journal import FOLDER
+from .patterns import matches
 from .report import JSON
 from .scheme import FLOATS, STORED, Scheme, parse_config
-from .structure import FUSED, matches, skeleton
+from .structure import FUSED, skeleton
 from .tensorfile import Entry, TensorFile
 
 #: Enough to see what is wrong; a damaged file can produce one for every tensor.
 MAX_FINDINGS = 200
 BLOCK_BYTES = 16 << 20
-#: The least signal over noise (as a ratio of squares) of an unsmoothed weight against its original.
-LEAST_SQNR = {8: 300.0, 4: 5.0}
+#: Beside the weights, what programs read; what people read may be missing.
+READ = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +81,6 @@ class _Check:
         quantization = config.get("quantization_config")
         if not isinstance(quantization, dict):
             self.add("not-quantized", "config.json", "it has no quantization_config: servers would load floats")
-            return None
-        ignore = quantization.get("ignore")
-        if not isinstance(ignore, list) or not all(isinstance(i, str) for i in ignore):
-            self.add("bad-config", "config.json", "the ignore list of its quantization_config is not a list of names")
             return None
         try:
             return parse_config(quantization)
@@ -319,6 +317,9 @@ class _Check:
         for module in self.modules:
             if f"{module}.weight" not in source.where:
                 self.add("extra-tensor", module, "the original has no such Linear")
+        for path in companions(source.directory, self.out):
+            if path.suffix in READ and not (self.out / path).is_file():
+                self.add("missing-file", str(path), "the original has it beside its weights")
 
     def _flagged(self, module: str) -> bool:
         return any(finding.where.startswith(module) for finding in self.findings)
@@ -331,7 +332,7 @@ class _Check:
         )
 
     def _compare_weight(self, source: Checkpoint, name: str, module: str, scheme: Scheme) -> None:
-        """A few rows, dequantized: they must be the original's to the noise of the scheme."""
+        """A few rows, dequantized: each element must be the original's, rounded."""
         entry = source.entry(name)
         rows = self.modules_rows(module, scheme)
         if len(entry.shape) != 2 or entry.shape[0] != rows:
@@ -344,8 +345,7 @@ class _Check:
             restored = scheme.dequantize(stored)
             if restored.shape != original.shape:
                 return self.add("shape-mismatch", name, f"the original is {list(entry.shape)}")
-            noise, signal = (restored - original).square().sum(), original.square().sum()
-            if float(signal) < LEAST_SQNR[scheme.bits] * float(noise):
+            if not scheme.holds(original, restored, stored["weight_scale"]):
                 return self.add("wrong-values", name, f"rows {first} to {last} are not the original's, quantized")
         return None
 
