@@ -38,6 +38,13 @@ if sys.argv[1] == "leave":
         dist.destroy_process_group()
     assert not dist.is_initialized()
     sys.exit()
+if sys.argv[1] == "wait":
+    from baracuda.flow.distributed import team
+    with team(timeout_s=2) as ranks:
+        if ranks.leads:
+            time.sleep(5)
+        ranks.barrier()
+    sys.exit()
 import baracuda.flow.stream as stream
 from baracuda.flow import quantize_checkpoint
 if sys.argv[1] == "slow":
@@ -49,7 +56,8 @@ if sys.argv[1] == "slow":
 options = {}
 if sys.argv[1] == "smooth":
     options = dict(scheme="w8a8-smoothquant", activations="static", alpha="auto", calibration=sys.argv[4])
-quantize_checkpoint(sys.argv[2], sys.argv[3], **options)
+report = quantize_checkpoint(sys.argv[2], sys.argv[3], resume=sys.argv[1] == "again", **options)
+assert bool(report) == (os.environ["RANK"] == "0")
 """
 
 
@@ -68,6 +76,14 @@ def test_two_ranks_write_the_bytes_of_one(shards: int, tmp_path: Path, monkeypat
     quantize_checkpoint(source, tmp_path / "one")
     subprocess.run(torchrun(tmp_path, "plain", str(source), str(tmp_path / "two")), check=True, timeout=120)
     assert models.contents(tmp_path / "two") == models.contents(tmp_path / "one")
+
+
+def test_a_run_that_has_ended_is_told_to_two_ranks_by_the_first(tmp_path: Path) -> None:
+    source = models.plain_checkpoint(tmp_path / "model")
+    quantize_checkpoint(source, tmp_path / "out")
+    (tmp_path / "out" / ".baracuda").mkdir()  # as a run killed in its last step leaves it
+    subprocess.run(torchrun(tmp_path, "again", str(source), str(tmp_path / "out")), check=True, timeout=120)
+    assert not (tmp_path / "out" / ".baracuda").exists()
 
 
 def test_calibration_over_two_ranks_gives_the_bytes_of_one(tmp_path: Path) -> None:
@@ -97,6 +113,11 @@ def test_what_is_imported_meanwhile_keeps_no_thread_of_the_team(guest: str, tmp_
     """torch.distributed.nn takes the default group as a default argument; gloo's threads, were they kept, can abort the
     process while Python shuts down. A group somebody else had started goes on."""
     subprocess.run(torchrun(tmp_path, "leave", guest), check=True, timeout=120)
+
+
+def test_a_rank_that_works_alone_is_waited_for(tmp_path: Path) -> None:
+    """Rank 0 evaluates alone, for longer than the ranks give each other to start."""
+    subprocess.run(torchrun(tmp_path, "wait"), check=True, timeout=120)
 
 
 def test_a_killed_rank_ends_the_run_with_an_error(tmp_path: Path) -> None:
