@@ -158,6 +158,26 @@ def test_ddp_averages_the_gradients_of_weights_and_learned_scales() -> None:
     on_two_ranks(_ddp)
 
 
+def _ddp_from_the_start(mesh: DeviceMesh) -> None:
+    torch.manual_seed(2)
+    model = Mlp()
+    baracuda.prepare_qat(model, activation_strategy="learned", mode="asymmetric", activation="u8")
+    together, rank = DistributedDataParallel(model), mesh.get_local_rank()
+    optimizer = torch.optim.SGD(together.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        together(torch.randn(8, 32) * (1 + 3 * rank)).square().mean().backward()
+        optimizer.step()
+    for name, got in model.named_parameters():
+        first = got.detach().clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(got, first), name
+
+
+def test_replicas_that_initialise_learned_scales_by_their_first_batch_stay_alike() -> None:
+    on_two_ranks(_ddp_from_the_start)
+
+
 def _fsdp(mesh: DeviceMesh) -> None:
     torch.manual_seed(3)
     model, x = Mlp(), torch.randn(8, 32)

@@ -189,6 +189,43 @@ def test_under_autocast_linears_compute_in_its_type() -> None:
         assert torch.equal(y, module(x.bfloat16()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zero_point", [None, 9])
+def test_a_smoothquant_linear_passes_gradients_straight_through_its_rounding(
+    zero_point: int | None, dtype: torch.dtype
+) -> None:
+    module, x = SmoothQuantLinear.from_float(linear(dtype), 0.02, zero_point), torch.randn(5, 24).mul(2).to(dtype)
+    with torch.no_grad():
+        expected = module(x)
+    x.requires_grad_()
+    y = module(x)
+    assert torch.equal(y, expected)
+    y.sum().backward()
+    rounded = baracuda.fake_quantize(x, 0.02, zero_point)
+    (wanted,) = torch.autograd.grad((rounded @ module.dequantized_weight(dtype).T).sum(), x)
+    assert torch.equal(x.grad, wanted) and bool((wanted == 0).any()) and bool((wanted != 0).any())
+    assert torch.equal(module.bias.grad, torch.full_like(module.bias, 5))
+
+
+@pytest.mark.parametrize("change", [baracuda.quantize_model, baracuda.prepare_qat])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_of_torch_calls_its_linears_in_inference_too(change: Any, padded: bool) -> None:
+    """By itself it multiplies by their weights instead, floats or not."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    x = torch.randn(2, 5, 32)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
+    with torch.no_grad():
+        floats = encoder(x, src_key_padding_mask=mask)
+    change(encoder)
+    with torch.no_grad():
+        rounded = encoder(x, src_key_padding_mask=mask)
+    seen = slice(0, 3 if padded else 5)
+    torch.testing.assert_close(rounded[:, seen], floats[:, seen], atol=0.2, rtol=0.2)
+    assert not torch.equal(rounded[:, seen], floats[:, seen])
+
+
 def test_a_quantized_linear_passes_gradients_to_what_came_before_it() -> None:
     model = nn.Sequential(nn.Linear(24, 24), QuantizedLinear.from_float(linear()))
     model(torch.randn(4, 24)).square().sum().backward()

@@ -235,6 +235,13 @@ def test_convert_leaves_a_linear_whose_scale_has_seen_nothing(name: str, strateg
     assert list(baracuda.convert(model).replaced) == ["mlp.0", "mlp.2"]
 
 
+def test_converting_leaves_the_training_as_it_was() -> None:
+    linear = QATLinear.from_float(nn.Linear(8, 4), weight_strategy="static").train()
+    linear(torch.randn(2, 8))
+    linear.convert()
+    assert all(module.training for module in linear.modules())
+
+
 def test_convert_leaves_a_linear_whose_learned_zero_point_its_integers_cannot_hold() -> None:
     model, x = nn.Sequential(nn.Linear(12, 6)), torch.rand(3, 12)
     baracuda.prepare_qat(model, activation="u8", mode="asymmetric", activation_strategy="learned")

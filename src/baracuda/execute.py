@@ -103,5 +103,5 @@ def audience(*values: object) -> str:
 def _refuse_tangents(values: tuple[object, ...]) -> None:
     """An operator without a forward derivative would answer with none, which reads as zero."""
     for value in values:
-        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+        if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
             raise Unsupported("forward-mode differentiation has no formula here; use reverse mode, as torch.func.vjp")

@@ -175,8 +175,21 @@ def _replace(
             report.replaced[name] = f"{type(module).__name__} -> {made[module]}".replace("\n", " ")[:160]
             if isinstance(made[module], QATLinear):
                 report.replaced[name] = f"{type(module).__name__} -> QATLinear"
+    if made:
+        _leave_fast_paths(model)
     report.unmatched = [*wanted.unmatched(), *unwanted.unmatched()]
     return report
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """In inference torch's encoder layers multiply by their linears' weights without calling them. Not these."""
+    layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    replaced = [m for m in layers if not type(m.linear1) is type(m.linear2) is nn.Linear]
+    for layer in replaced:
+        layer.activation_relu_or_gelu = 0  # what a layer with another activation has: its linears are called
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(layer in replaced for layer in encoder.layers):
+            encoder.use_nested_tensor = False  # which only the fast path takes
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:

@@ -6,7 +6,9 @@ from math import prod
 from typing import Any, Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..autograd import straight_through
 from ..descriptors import Element
@@ -28,7 +30,8 @@ class FakeQuantize(nn.Module):
     - "static": an observer, which watches while the module trains and `observing` is set, and rests in `eval()`;
     - "dynamic": x itself, anew in every call;
     - "learned": training. `scale` is a parameter (LSQ), and so is `zero_point` when asymmetric. The first batch
-      initialises them; `grad_factor` defaults to LSQ's 1/sqrt(elements of a segment * q_max).
+      initialises them, under DDP that of the first rank; `grad_factor` defaults to LSQ's 1/sqrt(elements of a segment *
+      q_max).
 
     Static and learned scales are f32 and have the fixed shape `scale_shape`, that of the scope's scales for the inputs
     to come. They are NaN, and so is every result, until a batch came in `train()`. `scale_dtype` is the type dynamic
@@ -166,7 +169,13 @@ class FakeQuantize(nn.Module):
                 f"got {list(x.shape)} with {list(self.scope.scale_shape(tuple(x.shape)))} under {self.scope}"
             )
         scale, zero_point = self._choose(x.detach(), self.scope)
+        replicas = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
         with torch.no_grad():
+            if replicas is not None:  # which start alike: from the first one's batch
+                group = replicas.process_group
+                for value in (scale, zero_point):
+                    if value is not None:
+                        dist.broadcast(value, dist.get_global_rank(group, 0), group)
             self.scale.copy_(scale)
             if self.zero_point is not None and zero_point is not None:
                 self.zero_point.copy_(zero_point)

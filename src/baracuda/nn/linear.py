@@ -7,14 +7,17 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ..arrays import as_tensor
+from ..autograd import straight_through
 from ..descriptors import Element
 from ..errors import InvalidProblem, Unsupported
 from ..functional import (
     choose_qparams,
     dequantize,
     dynamic_range,
+    fake_quantize,
     quantize,
     quantized_linear,
     smoothquant_linear,
@@ -188,8 +191,9 @@ class SmoothQuantLinear(IntegerLinear):
     """y = quantize(x, input_scale) @ W.T + bias: one static scale for every activation, known from calibration.
 
     `input_scale` is f32 `[1]`; `input_zero_point`, there when asymmetric, is int8 (uint8 for u8 activations) `[1]`.
-    Activations that are integers already are taken as they are; the result is then of type `dtype`. Everything else,
-    the further options of the constructor included, is as in `QuantizedLinear`.
+    Activations that are integers already are taken as they are; the result is then of type `dtype`. Gradients pass
+    straight through the rounding of floats. Everything else, the further options of the constructor included, is as in
+    `QuantizedLinear`.
     """
 
     _scales: ClassVar[tuple[str, ...]] = ("weight_scale", "input_scale")
@@ -243,7 +247,7 @@ class SmoothQuantLinear(IntegerLinear):
             dtype, x_q = x.dtype, self.quantize_input(x)
         else:
             dtype, x_q = self.dtype, x
-        return smoothquant_linear(
+        y = smoothquant_linear(
             x_q,
             self.weight,
             self.input_scale,
@@ -254,6 +258,13 @@ class SmoothQuantLinear(IntegerLinear):
             weight_element=self.weight_element,
             weight_sum=self._weight_sum(),
         )
+        return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
+
+    def _in_floats(self, x: Tensor) -> Tensor:
+        """The same linear of the same integers, for its gradients: straight through x's rounding."""
+        rounded = fake_quantize(x, self.input_scale, self.input_zero_point, q_min=self.q_min, q_max=self.q_max)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return functional.linear(rounded, self.dequantized_weight(x.dtype), bias)
 
     def quantize_input(self, x: Tensor) -> Tensor:
         """The integers the matrix product sees."""

@@ -95,10 +95,12 @@ class QATLinear(nn.Linear):
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
         """The integer linear whose outputs are these, within `conversion_bound`."""
         act = self.activation_fake_quantize
-        self.weight_fake_quantize.require_usable("weight")
+        fake, training = self.weight_fake_quantize, self.weight_fake_quantize.training
+        fake.require_usable("weight")
         act.require_usable("activations")
         with torch.no_grad():
-            weight_scale, _ = self.weight_fake_quantize.eval().qparams(self.weight)
+            weight_scale, _ = fake.eval().qparams(self.weight)
+        fake.train(training)
         options: dict[str, Any] = {"weight_element": self.weight_element, "activation": act.element}
         options |= {"weight_scale": weight_scale, "q_min": act.q_min, "q_max": act.q_max}
         if act.strategy == "dynamic":

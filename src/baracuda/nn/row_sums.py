@@ -12,7 +12,8 @@ from ..types import ElementKind
 
 
 class RowSums:
-    """Sums a weight once for each of its states: a state is a tensor and its version, so no change goes unseen.
+    """Sums a weight once for each of its states: a state is a tensor and its version, so no change goes unseen that
+    torch itself sees. One through `.data` or NumPy is behind its back: assign the weight again after it.
 
     Copies start empty, so nothing of this is saved or moved: what is loaded or moved is another tensor.
     """
