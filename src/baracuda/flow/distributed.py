@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 #: How long ranks wait for one another. One may evaluate alone for hours; one that dies ends the wait at once.
 LONGEST_WAIT = timedelta(days=7)
@@ -50,6 +54,17 @@ class Team:
         return mine
 
 
+_TEAMS = itertools.count()
+
+
+@cache
+def _meeting_point(timeout: timedelta) -> Store:
+    """The store that torchrun's variables name, opened once: a second server could not have its port."""
+    store: Store
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
+
+
 @contextmanager
 def team(timeout_s: float = 1800) -> Iterator[Team]:
     """The team torchrun started, or a team of one. Only small host tensors travel, so gloo carries them everywhere.
@@ -64,9 +79,11 @@ def team(timeout_s: float = 1800) -> Iterator[Team]:
     if size == 1:
         yield Team()
         return
-    started = not dist.is_initialized()
+    started, timeout = not dist.is_initialized(), timedelta(seconds=timeout_s)
     if started:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        # Each under a name of its own: ranks that looked where an earlier team met would find what it left.
+        store = PrefixStore(f"baracuda {next(_TEAMS)}", _meeting_point(timeout))
+        dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=size, timeout=timeout)
     ranks = Team(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", timeout=LONGEST_WAIT))
     try:
         yield ranks
