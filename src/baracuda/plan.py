@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
@@ -166,9 +166,13 @@ class Plan(SelectedPlan, Generic[D, A]):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._descriptor_type, cls._args_type = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
-        given = {field.name for field in fields(cls._args_type)}
-        cls._from_args = attrgetter(*(operand.name for operand in OPS[cls.op].operands if operand.name in given))
+        declared = get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        cls._descriptor_type, cls._args_type = declared or (object, object)
+        names = [operand.name for operand in OPS[cls.op].operands]
+        if is_dataclass(cls._args_type):
+            given = {field.name for field in fields(cls._args_type)}
+            names = [name for name in names if name in given]
+        cls._from_args = attrgetter(*names)
 
     def __init__(self, desc: D, device: torch.device, preference: PlanPreference | None = None) -> None:
         _require_type(f"{type(self).__name__}.select", desc, self._descriptor_type)
