@@ -29,11 +29,12 @@ if sys.argv[1] == "leave":
     from baracuda.flow.distributed import team
     if sys.argv[2] == "second":
         dist.init_process_group("gloo")
-    with team() as ranks:
-        import torch.distributed.nn.functional
-        group = weakref.ref(ranks.group)
-        assert ranks.gather(ranks.rank) == [0, 1]
-    assert group() is None
+    for turn in range(8):
+        with team(timeout_s=30) as ranks:
+            import torch.distributed.nn.functional
+            group = weakref.ref(ranks.group)
+            assert ranks.gather((turn, ranks.rank)) == [(turn, 0), (turn, 1)]
+        assert group() is None
     if sys.argv[2] == "second":
         dist.destroy_process_group()
     assert not dist.is_initialized()
@@ -54,6 +55,14 @@ if sys.argv[1] == "slow":
             time.sleep(60)
         stream.ShardJob._work = work
 options = {}
+if sys.argv[1] == "broken":
+    import baracuda.flow.prepare as preparing
+    def prepare(*arguments):
+        if os.environ["RANK"] == "1":
+            raise IndexError("index out of range in self")
+        arguments[5].barrier()
+    preparing.prepare = prepare
+    options = dict(activations="static", calibration=sys.argv[4])
 if sys.argv[1] == "smooth":
     options = dict(scheme="w8a8-smoothquant", activations="static", alpha="auto", calibration=sys.argv[4])
 report = quantize_checkpoint(sys.argv[2], sys.argv[3], resume=sys.argv[1] == "again", **options)
@@ -135,6 +144,14 @@ def test_a_killed_rank_ends_the_run_with_an_error(tmp_path: Path) -> None:
         run.kill()
     assert run.returncode != 0 and "SIGKILL" in errors
     assert not (tmp_path / "two" / "config.json").exists()
+
+
+def test_calibration_that_fails_on_one_rank_leaves_no_unfinished_run(tmp_path: Path) -> None:
+    source, tokens = models.plain_checkpoint(tmp_path / "model"), models.tokens(tmp_path / "tokens.safetensors")
+    command = torchrun(tmp_path, "broken", str(source), str(tmp_path / "two"), str(tokens))
+    failed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert failed.returncode != 0 and "index out of range" in failed.stderr
+    assert not (tmp_path / "two").exists()
 
 
 def test_work_is_dealt_completely_and_evenly() -> None:

@@ -26,6 +26,7 @@ FOREIGN_WEIGHTS = (
     ".h5",
     ".msgpack",
     ".onnx",
+    ".onnx_data",
     ".gguf",
     ".npz",
     ".ot",

@@ -15,14 +15,16 @@ from .. import __version__
 from ..plan import resolve_device
 from . import report as reports
 from .calibrate import require_data
-from .checkpoint import FOREIGN_WEIGHTS, INDEX, Checkpoint, read_json
+from .checkpoint import INDEX, SINGLE, Checkpoint, read_json
+from .companions import companions
 from .distributed import Team, team
 from .errors import FlowError, told
 from .journal import FOLDER, Journal, digest, digest_file
+from .patterns import require_pattern
 from .preparation import Preparation
 from .scheme import Scheme
 from .stream import ShardJob
-from .structure import DEFAULT_IGNORE, Structure, find_linears, require_pattern
+from .structure import DEFAULT_IGNORE, Structure, find_linears
 from .tensorfile import Entry, TensorFileWriter, layout
 
 #: stage, bytes or steps done since the last call, total of the stage, what is being worked on
@@ -105,14 +107,20 @@ class Run:
         return [self.source.shards[name].version for name in read]
 
     def go(self, *, resume: bool) -> dict[str, Any]:
+        try:
+            return self._steps(resume=resume)
+        finally:
+            self.journal.release()
+
+    def _steps(self, *, resume: bool) -> dict[str, Any]:
         started = time.perf_counter()
         if resume and self.team.gather(is_complete(self.out))[0]:
             return self._ended()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
         try:
             preparation = self._prepare()
-        except FlowError:
-            if self.team.size == 1:
+        except Exception:
+            if self.team.leads:
                 self.journal.discard()  # nothing is done yet: the next try may differ
             raise
         plans = {name: self._plan(name) for name in self.source.shards}
@@ -121,7 +129,8 @@ class Run:
         if not self.team.leads:
             self.team.barrier()
             return {}
-        self._write_small_files()
+        for path in companions(self.source.directory, self.out):
+            self.journal.copy(self.source.directory / path, self.out / path)
         self._write_index(plans)
         config = dict(self.source.config) | {"quantization_config": self.scheme.config(self.structure.ignore())}
         self.journal.write_json(self.out / "config.json", config)
@@ -239,20 +248,9 @@ class Run:
             self.journal.write_json(self.journal.statistics(name, self.version(name)), dict(sorted(everything.items())))
             self.journal.publish(temporary, self.out / name)
 
-    def _write_small_files(self) -> None:
-        """Tokenizer, generation and pooling settings, licences: everything that is not weights comes along."""
-        for path in sorted(self.source.directory.rglob("*")):
-            relative = path.relative_to(self.source.directory)
-            hidden = any(part.startswith(".") for part in relative.parts)
-            inside_out = self.out.resolve() in path.resolve().parents
-            if hidden or inside_out or not path.is_file() or str(relative) in ("config.json", INDEX):
-                continue
-            if path.suffix != ".safetensors" and path.suffix not in FOREIGN_WEIGHTS and path.name not in reports.FILES:
-                self.journal.write_bytes(self.out / relative, path.read_bytes())
-
     def _write_index(self, plans: dict[str, list[Entry]]) -> None:
-        if self.source.index is None and len(plans) == 1:
-            return
+        if self.source.index is None and list(plans) == [SINGLE]:
+            return  # the name that readers look for when there is no index
         weight_map = {entry.name: shard for shard, plan in plans.items() for entry in plan}
         total = sum(entry.nbytes for plan in plans.values() for entry in plan)
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
@@ -341,7 +339,10 @@ def _own_device(device: torch.device | str) -> torch.device:
     """The device of this rank: under torchrun, "cuda" is a GPU each."""
     if str(device) == "cuda" and (rank := os.environ.get("LOCAL_RANK")) is not None and torch.cuda.is_available():
         device = torch.device("cuda", int(rank) % torch.cuda.device_count())
-    return resolve_device(device)
+    resolved = resolve_device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise FlowError(f"device {resolved}: expected cpu or cuda, where checkpoints are quantized")
+    return resolved
 
 
 def is_complete(out: Path) -> bool:

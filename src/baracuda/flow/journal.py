@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import socket
+import warnings
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .checkpoint import read_json
 from .errors import FlowError
 
 FOLDER = ".baracuda"
+#: Held by the run that writes; it says which one that is.
+LOCK = "lock"
 
 
 class Journal:
@@ -24,11 +30,15 @@ class Journal:
 
     def __init__(self, out: Path) -> None:
         self.out, self.folder = out, out / FOLDER
+        self._held: IO[str] | None = None
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
         """Start, or go on with the same run. Anything else in the directory is somebody else's."""
         if self.out.exists() and not self.out.is_dir():
             raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
+        if not self.folder.exists():
+            self._require_empty()
+        self._hold()
         fingerprint = digest(run)
         known = self.folder / "run.json"
         if known.exists():
@@ -42,13 +52,48 @@ class Journal:
                     "repeat its command, or remove the directory"
                 )
         else:
-            leftovers = {path.name for path in self.out.iterdir()} - {FOLDER} if self.out.exists() else set()
-            if leftovers:
-                raise FlowError(f"{self.out} is not empty: choose another output directory, or remove it")
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self._require_empty()
             self.write_json(known, {"fingerprint": fingerprint, "run": run})
         for stale in self.folder.glob("*.tmp"):
             stale.unlink()
+
+    def _require_empty(self) -> None:
+        if self.out.exists() and any(path.name != FOLDER for path in self.out.iterdir()):
+            raise FlowError(f"{self.out} is not empty: choose another output directory, or remove it")
+
+    def _hold(self) -> None:
+        """Keep other runs out until `release`: a job can be started again while the first one only hangs."""
+        import fcntl  # not on every system
+
+        path = self.folder / LOCK
+        while True:
+            self.release()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # removed, here or below, by a run that ends at this moment
+                self._held = file = path.open("a+")
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    file.seek(0)
+                    raise FlowError(
+                        f"another run is writing to {self.out} ({file.read(200) or 'it has just begun'}): "
+                        "wait until it ends, or end it and pass --resume, or choose another directory"
+                    ) from None
+                except OSError as error:
+                    if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+                        raise
+                    warnings.warn(f"{self.out}: no locks on this file system; start one run only", stacklevel=2)
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    break
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+
+    def release(self) -> None:
+        """Let other runs in. What is unfinished stays."""
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def require_ended(self, before: dict[str, Any] | None, run: dict[str, Any]) -> None:
         """Raise unless the run that has ended here, `before`, is this one."""
@@ -80,6 +125,14 @@ class Journal:
             os.fsync(file.fileno())
         self.publish(temporary, final)
 
+    def copy(self, source: Path, final: Path) -> None:
+        """In blocks: what comes along with a model can be as large as its weights."""
+        temporary = self.temporary(final.name)
+        shutil.copyfile(source, temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        self.publish(temporary, final)
+
     def write_json(self, final: Path, content: Any) -> None:
         self.write_bytes(final, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
 
@@ -100,14 +153,15 @@ class Journal:
     def end(self) -> None:
         """Everything is in place. The fingerprint goes last: until then the run can be resumed."""
         for path in sorted(self.folder.iterdir()):
-            if path.name != "run.json":
+            if path.name not in ("run.json", LOCK):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         (self.folder / "run.json").unlink()
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove the folder of a run that has ended; one that was killed in its last step leaves it empty."""
+        """Remove the folder of a run that has ended; one that was killed in its last step leaves it, with its lock."""
         if self.folder.exists():
+            (self.folder / LOCK).unlink(missing_ok=True)
             self.folder.rmdir()
             sync_directory(self.out)
 

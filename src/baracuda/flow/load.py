@@ -14,8 +14,9 @@ from .checkpoint import read_json
 from .errors import FlowError
 from .experts import SERIALIZED, float_experts
 from .packed import PackedLinear
+from .patterns import matches
 from .scheme import Scheme, parse_config
-from .structure import matches, model_class, model_config, quiet
+from .structure import model_class, model_config, quiet
 
 
 def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:

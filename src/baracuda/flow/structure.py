@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FlowError
 from .experts import stacked_experts
+from .patterns import matches
 from .scheme import FLOATS, Scheme
 
 #: Used when transformers does not know the model. The report says so.
@@ -147,20 +147,6 @@ def _require_whole_families(structure: Structure) -> None:
                 f"--ignore leaves {module} but not {', '.join(split)}: servers run {', '.join(family)} as one layer; "
                 "ignore all of them or none"
             )
-
-
-def require_pattern(pattern: str) -> None:
-    try:
-        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
-    except re.error as error:
-        raise FlowError(f"--ignore {pattern}: not a regular expression: {error}") from None
-
-
-def matches(pattern: str, name: str) -> bool:
-    """compressed-tensors' patterns ("re:..." or a name), and shell patterns for the command line."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
-    return pattern == name or fnmatch.fnmatchcase(name, pattern)
 
 
 @contextmanager
