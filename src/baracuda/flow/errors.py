@@ -22,6 +22,11 @@ class FlowError(BaracudaError):
     """A run that cannot start or go on: the message says why and what to do."""
 
 
+def some(names: list[str]) -> str:
+    """A few names, and how many there are besides."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 _REMEDIES = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some of your quota",

@@ -11,12 +11,13 @@ from torch import nn
 
 from ..plan import resolve_device
 from .checkpoint import read_json
-from .errors import FlowError
+from .errors import FlowError, some
 from .experts import SERIALIZED, float_experts
 from .packed import PackedLinear
 from .patterns import matches
-from .scheme import Scheme, parse_config
-from .structure import model_class, model_config, quiet
+from .scheme import STORED, Scheme, parse_config
+from .structure import model_class, model_config, quiet, stays_float
+from .verify import require_stored
 
 
 def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
@@ -29,16 +30,49 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
-    parse_config(quantization)  # says what is unreadable before anything is loaded
-    transformers = _transformers()
+    scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
+    require_transformers("baracuda.load builds transformers models")
+    require_stored(directory, scheme)
     _register()
-    options = {"dtype": dtype or "auto", "use_safetensors": True, "local_files_only": True}
+    config = model_config(directory)
+    config.quantization_config = {"quant_method": "baracuda", "compressed_tensors": quantization}
+    return read_model(directory, config, dtype or "auto").to(device).eval()
+
+
+def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Module:
+    """The model as transformers reads it, from safetensors only; transformers makes up what is not there, this raises.
+
+    Floats that nothing reads are no reason: many a checkpoint has a head of its training left.
+    """
+    import transformers
+
+    cls = model_class(config) or transformers.AutoModel
     with quiet():
-        config = model_config(directory)
-        config.quantization_config = {"quant_method": "baracuda", "compressed_tensors": quantization}
-        cls = model_class(config) or transformers.AutoModel
-        model = cls.from_pretrained(directory, config=config, **options)
-    return model.to(device).eval()
+        model: nn.Module
+        model, found = cls.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    missing, unread = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    shapes = {name: (stored, there) for name, stored, there in found["mismatched_keys"]}
+    # Where there is a quantizer, transformers leaves shapes to it.
+    expected = getattr(getattr(model, "hf_quantizer", None), "shapes", {})
+    shapes |= {n: (t.shape, expected[n]) for n, t in model.state_dict().items() if t.shape != expected.get(n, t.shape)}
+    mismatched = [f"{name} ({list(stored)}, not {list(there)})" for name, (stored, there) in sorted(shapes.items())]
+    quantized = any(name.rpartition(".")[2] in set(STORED) - {"weight"} for name in unread)
+    if missing or mismatched or quantized:
+        told = {"no file holds": missing, "have another shape": mismatched, "nothing reads": unread}
+        raise FlowError(
+            f"{directory}: the files do not fill transformers' {type(model).__name__}: "
+            + "; ".join(f"{what} {some(names)}" for what, names in told.items() if names)
+            + "; make or download the checkpoint again"
+        )
+    return model
 
 
 def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
@@ -52,12 +86,11 @@ def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> n
     return kind(k, n, bias, device=device, dtype=dtype)
 
 
-def _transformers() -> Any:
+def require_transformers(why: str) -> None:
     try:
-        import transformers
+        import transformers  # noqa: F401
     except ImportError:
-        raise FlowError("baracuda.load builds transformers models: pip install 'baracuda[flow]'") from None
-    return transformers
+        raise FlowError(f"{why}: pip install 'baracuda[flow]'") from None
 
 
 @cache
@@ -90,8 +123,11 @@ def _register() -> None:
             config = self.quantization_config.compressed_tensors
             scheme, ignore = parse_config(config), config["ignore"]
             for name, module in list(model.named_modules()):
-                if isinstance(module, nn.Linear) and not any(matches(pattern, name) for pattern in ignore):
+                if not isinstance(module, nn.Linear) or stays_float(name, module) is not None:
+                    continue
+                if not any(matches(pattern, name) for pattern in ignore):
                     model.set_submodule(name, quantized_linear(module, scheme, module.weight.dtype))
+            self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def is_serializable(self) -> bool:
             return False

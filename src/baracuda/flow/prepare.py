@@ -13,10 +13,11 @@ from .checkpoint import Checkpoint
 from .distributed import Team
 from .errors import FlowError
 from .folds import Folds, find_folds
+from .load import read_model, require_transformers
 from .preparation import Preparation, input_scale
 from .scheme import Scheme
 from .smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
-from .structure import Structure, model_class, model_config, quiet
+from .structure import Structure, model_config
 from .trace import trace
 
 if TYPE_CHECKING:
@@ -27,15 +28,9 @@ TRACE_SHAPE = (2, 11)
 
 
 def float_model(directory: Path, device: torch.device) -> nn.Module:
-    """The checkpoint as transformers loads it, from safetensors only."""
-    try:
-        import transformers
-    except ImportError:
-        raise FlowError("calibration runs the model: pip install 'baracuda[flow]' for transformers") from None
-    with quiet():
-        cls = model_class(model_config(directory)) or transformers.AutoModel
-        model: nn.Module = cls.from_pretrained(directory, dtype="auto", use_safetensors=True, local_files_only=True)
-    return model.to(device).eval()
+    """The checkpoint as transformers loads it."""
+    require_transformers("calibration runs the model")
+    return read_model(directory, model_config(directory), "auto").to(device).eval()
 
 
 def arguments(model: nn.Module) -> dict[str, Any]:
@@ -79,7 +74,7 @@ def prepare(
             for f in folds.folds
         ]
         prepared.notes["not_folded"] = dict(sorted(folds.reasons.items()))
-    _store(prepared, smoothing, structure, names, source)
+    _store(prepared, smoothing, structure)
     prepared.notes["outliers"] = {
         module: _outliers(maxima[name], smoothing.divisors.get(name), smoothing.alphas.get(name))
         for name, module in names.items()
@@ -181,22 +176,14 @@ def _fits_in_f32(model: nn.Module) -> bool:
     return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
 
 
-def _store(
-    prepared: Preparation, smoothing: Smoothing, structure: Structure, names: dict[str, str], source: Checkpoint
-) -> None:
+def _store(prepared: Preparation, smoothing: Smoothing, structure: Structure) -> None:
     """From the model's names to the checkpoint's."""
-    stored = {name: f"{module}.weight" for name, module in names.items()}
-    stored |= {name.removesuffix(".weight") + ".bias": f"{module}.bias" for name, module in names.items()}
-    prefixes = {name.removesuffix(module) for name, module in structure.modules.items() if name.endswith(module)}
-    prefixes |= {"", *(f"{m[: -len(s)]}" for s, m in structure.modules.items() if m.endswith(s) and m != s)}
     for kind in ("columns", "rows", "replaced"):
         for name, value in getattr(smoothing, kind).items():
-            known = stored.get(name) or next(
-                (c for p in sorted(prefixes) for c in (name, name.removeprefix(p), p + name) if c in source.where), None
-            )
-            if known is None or known not in source.where:
+            stored = structure.names.stored.get(name)
+            if stored is None:
                 raise FlowError(f"smoothing changes {name}, which the checkpoint does not store under that name")
-            getattr(prepared, kind)[known] = value
+            getattr(prepared, kind)[stored] = value
 
 
 def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:

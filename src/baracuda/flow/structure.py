@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .checkpoint import Checkpoint
-from .errors import CheckpointError, FlowError
+from .errors import CheckpointError, FlowError, some
 from .experts import stacked_experts
+from .names import Names, match_names
 from .patterns import matches
 from .scheme import FLOATS, Scheme
 
@@ -28,9 +29,14 @@ _NOT_LINEAR = re.compile(
 DEFAULT_IGNORE = ("lm_head",)
 #: Linears that choose experts: a few rows each, and servers read them in floating point only.
 ROUTERS = ("gate", "router", "shared_expert_gate")
+#: Linears that are not called: the module around them takes their weight and multiplies by it.
+TAKEN_APART = ("dt_proj", "predictions.dense", "unembedding_projection")
+#: Subclasses of nn.Linear that compute what it does.
+PLAIN = ("FalconLinear",)
 _EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 #: Layers that servers run as one: they share a scheme and an input scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+NOT_STORED = "not stored"
 #: More layers or experts than any model has: building them would take for ever.
 MAX_REPEATS = 10_000
 
@@ -45,6 +51,8 @@ class Structure:
     left: dict[str, str] = field(default_factory=dict)
     #: Checkpoint module name -> module name in the transformers model.
     modules: dict[str, str] = field(default_factory=dict)
+    #: Which stored tensor is which of the transformers model.
+    names: Names = field(default_factory=Names)
 
     def notes(self) -> list[str]:
         """What a reader of the checkpoint should know."""
@@ -93,11 +101,12 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
         name = structure.modules.get(module, module)
         reason = scheme.declines(source.entry(tensor))
         if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
-            reason = "ignored on request" if module not in DEFAULT_IGNORE else "the output head"
+            reason = "the output head" if {name, module} & set(DEFAULT_IGNORE) else "ignored on request"
         if reason is not None:
             del structure.linears[tensor]
             structure.left[module] = reason
     _require_matches(structure, source, ignore)
+    _require_found(structure, source, ignore)
     _require_whole_families(structure)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
@@ -128,6 +137,23 @@ def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str
                 f"--ignore {pattern}: expected names of modules, such as {example}; it matches none of this model's: "
                 "correct it, or drop it"
             )
+
+
+def _require_found(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
+    """Linears without a weight beside weights without a place: the names differ, and half a model would stay float."""
+    lost = [
+        module
+        for module, reason in structure.left.items()
+        if reason == NOT_STORED and not any(matches(pattern, module) for pattern in ignore)
+    ]
+    matrices = [name for name in structure.names.unread if source.entry(name).dtype in FLOATS]
+    matrices = [name for name in matrices if len(source.entry(name).shape) == 2]
+    if lost and matrices:
+        raise FlowError(
+            f"{source.directory}: {structure.source} and the names in the files differ: {some(lost)} found no weight, "
+            f"and nothing reads {some(matrices)}; load and save the model with this transformers or install the one "
+            "it was saved with, or leave these Linears with --ignore"
+        )
 
 
 def _require_whole_families(structure: Structure) -> None:
@@ -218,31 +244,48 @@ def _require_sane(config: Any) -> None:
             raise CheckpointError("bad-config", f"config.json: {key} is {value}, more than any model has")
 
 
+def stays_float(name: str, module: torch.nn.Linear) -> str | None:
+    """Why no module of integers can take the place of this Linear, or None."""
+    if type(module) is not torch.nn.Linear and type(module).__name__ not in PLAIN:
+        return f"a {type(module).__name__}, which may do more than an nn.Linear"
+    return "the module around it multiplies by its weight itself" if _ends_in(name, TAKEN_APART) else None
+
+
+def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
+    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
 def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> Structure:
     structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
-    prefix = getattr(model, "base_model_prefix", "") + "."
+    structure.names = names = match_names(model, source.where)
     spoken_for: set[str] = set()
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     for name, module in model.named_modules():
-        if type(module).__name__ == "Conv1D" and f"{name}.weight" in source.where:
-            structure.left[name] = "a Conv1D; readers of the format know nn.Linear only, whose weight is the transpose"
-            spoken_for.add(f"{name}.weight")
-        elif isinstance(module, torch.nn.Embedding):
-            spoken_for |= {f"{name}.weight", f"{prefix}{name}.weight", f"{name.removeprefix(prefix)}.weight"}
+        stored = names.module(name)
+        conv = type(module).__name__ == "Conv1D"
+        if stored is not None and (conv or isinstance(module, torch.nn.Embedding)):
+            spoken_for.add(f"{stored}.weight")
+        if conv and stored is not None:
+            structure.modules[stored] = name
+            structure.left[stored] = (
+                "a Conv1D; readers of the format know nn.Linear only, whose weight is the transpose"
+            )
         if not isinstance(module, torch.nn.Linear):
             continue
-        stored = next(
-            (c for c in (name, name.removeprefix(prefix), prefix + name) if f"{c}.weight" in source.where), None
-        )
-        if stored is None or f"{name}.weight" in tied:
-            structure.left[name] = "shares its weight with another module" if f"{name}.weight" in tied else "not stored"
-            continue
-        structure.modules[stored] = name
-        spoken_for.add(f"{stored}.weight")
-        if name.rpartition(".")[2] in ROUTERS:
-            structure.left[stored] = "a router, which servers read in floating point"
+        if f"{name}.weight" in tied:
+            structure.left[name] = "shares its weight with another module"
+        elif stored is None:
+            origin = names.origin(name)
+            structure.left[name] = f"transformers makes it from {origin}" if origin is not None else NOT_STORED
         else:
-            structure.linears[f"{stored}.weight"] = stored
+            structure.modules[stored] = name
+            spoken_for.add(f"{stored}.weight")
+            router = "a router, which servers read in floating point" if _ends_in(name, ROUTERS) else None
+            reason = router or stays_float(name, module)
+            if reason is None:
+                structure.linears[f"{stored}.weight"] = stored
+            else:
+                structure.left[stored] = reason
     if scheme.packed:
         _take_experts(structure, model, source, scheme)
         spoken_for |= set(structure.linears)

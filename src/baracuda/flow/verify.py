@@ -14,6 +14,7 @@ from .checkpoint import FOREIGN_WEIGHTS, INDEX, SINGLE, Checkpoint, inside, read
 from .companions import companions
 from .errors import CheckpointError, FlowError
 from .journal import FOLDER
+from .names import match_names
 from .patterns import matches
 from .report import JSON
 from .scheme import FLOATS, STORED, Scheme, parse_config
@@ -41,6 +42,19 @@ def verify(out: str | Path, against: str | Path | None = None) -> list[Finding]:
     check = _Check(Path(out))
     check.run(Path(against) if against is not None else None)
     return check.findings[:MAX_FINDINGS]
+
+
+def require_stored(out: Path, scheme: Scheme) -> None:
+    """Raise where the shards do not hold what the scheme stores, by their headers alone."""
+    with Checkpoint.open(out) as stored:
+        check = _Check(out, entries={name: stored.entry(name) for name in stored.where}, files=stored.shards)
+        check._modules(scheme)
+    if check.findings:
+        first, more = check.findings[0], len(check.findings) - 1
+        raise FlowError(
+            f"{out}: {first.code}: {first.where}: {first.message}{f' (and {more} more)' if more else ''}; "
+            "baracuda verify lists all that is wrong; quantize the model again"
+        )
 
 
 @dataclass
@@ -220,18 +234,19 @@ class _Check:
                 self.add("config-mismatch", module, "config.json ignores it, but it is stored quantized")
         try:
             model, _ = skeleton(config)
+            names = match_names(model, map(_as_float, self.entries)) if model is not None else None
         except Exception as error:  # a config can be wrong in any way; transformers then raises anything
             return self.add(
                 "bad-config", "config.json", f"transformers cannot build it: {type(error).__name__}: {error}"
             )
-        if model is None:
+        if model is None or names is None:
             return None
-        prefix = getattr(model, "base_model_prefix", "") + "."
         tied = set(getattr(model, "all_tied_weights_keys", None) or {})
         for name, module in model.named_modules():
-            if isinstance(module, torch.nn.Linear) and f"{name}.weight" not in tied:
-                stored = [c for c in (name, name.removeprefix(prefix), prefix + name) if self._known(c)]
-                self._linear(name, stored[0] if stored else None, module, ignore, scheme)
+            if not isinstance(module, torch.nn.Linear) or f"{name}.weight" in tied:
+                continue
+            if names.origin(name) is None:
+                self._linear(name, names.module(name), module, ignore, scheme)
         return None
 
     def _known(self, module: str) -> bool:
@@ -241,7 +256,7 @@ class _Check:
         self, name: str, stored: str | None, module: torch.nn.Linear, ignore: list[str], scheme: Scheme
     ) -> None:
         if stored is None:
-            if f"{name}.weight" not in self.entries and not self._damaged():
+            if not self._damaged():
                 self.add("missing-tensor", f"{name}.weight", "the model has this Linear, no shard its weight")
             return
         ignored = any(matches(pattern, name) or matches(pattern, stored) for pattern in ignore)
@@ -351,6 +366,11 @@ class _Check:
 
     def modules_rows(self, module: str, scheme: Scheme) -> int:
         return self.entries[f"{module}.weight_packed" if scheme.packed else f"{module}.weight"].shape[0]
+
+
+def _as_float(name: str) -> str:
+    """The name a packed weight had before."""
+    return name.removesuffix("_packed") if name.endswith(".weight_packed") else name
 
 
 def _smoothed(out: Path) -> bool:
