@@ -63,6 +63,8 @@ def test_a_sequence_longer_than_the_model_reads_is_refused(opt: Path, tmp_path: 
     data = written(tmp_path / "tokens.safetensors", tokens=torch.full((5000,), 5))
     with pytest.raises(FlowError, match="a sequence of 512 tokens, but the model reads 64: pass --sequence-length 64"):
         quantize_checkpoint(opt, tmp_path / "out", activations="static", calibration=data)
+    with pytest.raises(FlowError, match="evaluation: a sequence of 512 tokens, but the model reads 64"):
+        quantize_checkpoint(opt, tmp_path / "out", evaluation=data)
 
 
 def test_negative_tokens_are_refused(opt: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from .calibrate import batches, read_sequences
 from .load import load
-from .prepare import arguments, float_model, generates
+from .prepare import arguments, float_model, generates, require_readable
 from .report import sqnr_db
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def evaluate(
     original, quantized = float_model(model_dir, device), load(out, device=device)
     causal = generates(original)
     sequences = read_sequences(data, model_dir, samples=options.samples, length=options.sequence_length, blocks=causal)
+    require_readable(original, sequences, "evaluation")
     compare: _Logits | _Embeddings = _Logits() if causal else _Embeddings()
     seconds = {"float": 0.0, "quantized": 0.0}
     made, tokens = batches(sequences), 0

@@ -58,7 +58,7 @@ def prepare(
     sequences = read_sequences(
         data, source.directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
     )
-    _require_readable(model, sequences)
+    require_readable(model, sequences, "calibration")
     names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
     folds = analyse(model, set(names), device)
     keep_rows = scheme.smooth and options.alpha == "auto"
@@ -85,16 +85,16 @@ def prepare(
     return prepared
 
 
-def _require_readable(model: nn.Module, sequences: list[Tensor]) -> None:
-    """Raise where the model has no embedding for a token, or none for its place."""
+def require_readable(model: nn.Module, sequences: list[Tensor], data: str) -> None:
+    """Raise where the model has no embedding for a token of this data, or none for its place."""
     config = getattr(model, "config", None)
     vocabulary, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     largest, longest = max(int(sequence.max()) for sequence in sequences), max(map(len, sequences))
     if vocabulary is not None and largest >= vocabulary:
-        raise FlowError(f"calibration: token {largest} is not in the model's vocabulary of {vocabulary}")
+        raise FlowError(f"{data}: token {largest} is not in the model's vocabulary of {vocabulary}")
     if positions is not None and longest > positions:
         raise FlowError(
-            f"calibration: a sequence of {longest} tokens, but the model reads {positions}: "
+            f"{data}: a sequence of {longest} tokens, but the model reads {positions}: "
             f"pass --sequence-length {positions}"
         )
 
