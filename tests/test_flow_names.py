@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import models
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.names import match_names
-from baracuda.flow.structure import quiet
+from baracuda.flow.structure import model_class, quiet
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 from baracuda.nn import QuantizedLinear
 
@@ -277,3 +278,9 @@ def test_calibration_does_not_run_a_model_that_its_files_do_not_fill(damage: str
     tokens = models.tokens(tmp_path / "tokens.safetensors")
     with pytest.raises(FlowError, match=message):
         quantize_checkpoint(bad, tmp_path / "out", scheme="w8a8-smoothquant", calibration=tokens)
+
+
+@pytest.mark.parametrize("name", [3, "set_seed", "NoSuchModel", None])
+def test_an_architecture_that_is_no_model_of_transformers_is_none(name: object) -> None:
+    assert model_class(SimpleNamespace(architectures=[name])) is None
+    assert model_class(SimpleNamespace(architectures=["LlamaForCausalLM"])).__name__ == "LlamaForCausalLM"

@@ -206,11 +206,12 @@ def model_config(directory: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The transformers class a config names, or None."""
+    """The transformers model a config names, or None."""
     import transformers
 
-    architectures = getattr(config, "architectures", None) or []
-    return getattr(transformers, architectures[0], None) if architectures else None
+    name = (getattr(config, "architectures", None) or [None])[0]
+    found = getattr(transformers, name, None) if isinstance(name, str) else None
+    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
 
 
 def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
