@@ -119,10 +119,25 @@ def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
     # Beside a float vector of 4 to 16 bytes the 8-bit side of strided or short segments is 2 or 4 bytes wide.
     narrow = r"|b32|b16" if scope in (PerGroup(128), PerChannel(1), PerGroup(128, axis=0)) else ""
     assert any(re.match(rf"ld\.global\.(v[248]{narrow})", name) for name in counts)
-    assert any(re.match(rf"st\.global\.(v[248]{narrow})", name) for name in counts)
+    assert any(re.match(rf"st\.global\.(cs\.)?(v[248]{narrow})", name) for name in counts)
     fused = sum(n for name, n in counts.items() if name.startswith("fma"))
     divides = op not in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
     assert (fused > 0) == divides
+
+
+@pytest.mark.parametrize("scope", [PerToken(), PerChannel(1)], ids=str)
+def test_gradients_and_what_is_four_times_its_input_are_streamed(scope: Scope) -> None:
+    def streams(op: QuantizeKind, element: ElementKind, kind: ElementKind) -> bool:
+        names = instructions(elementwise_ptx(op, scope, element, kind, Arithmetic.DIVIDE))
+        (found,) = {name.startswith("st.global.cs") for name in names if name.startswith("st.global")}
+        return found
+
+    for element in FLOATS:
+        assert streams(QuantizeKind.DEQUANTIZE, element, ElementKind.S8) == (element is not ElementKind.BF16)
+        assert streams(QuantizeKind.DEQUANTIZE, element, ElementKind.U4)
+        assert streams(QuantizeKind.FAKE_QUANTIZE_BACKWARD, element, ElementKind.S8)
+        assert not streams(QuantizeKind.FAKE_QUANTIZE, element, ElementKind.S8)
+        assert not streams(QuantizeKind.QUANTIZE, element, ElementKind.S8)
 
 
 @pytest.mark.parametrize("element", FLOATS)

@@ -92,10 +92,9 @@ def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
     small programs that overlap: one computes while another waits. A gradient has as many inputs with one.
     """
     size, warps, vector = 4096 // element_bytes, 4, 16 // element_bytes
-    if work is Work.LIGHT and packed:
+    if work is Work.LIGHT:
         vector *= 2  # what a thread writes fills a sector
-    elif work is Work.LIGHT:
-        size = 4096 // min(element_bytes, 4)
+        size = 4096 // (element_bytes if packed else min(element_bytes, 4))
     elif packed or element_bytes == 8:
         warps = 2
     elif work is Work.TWO and element_bytes == 2:
