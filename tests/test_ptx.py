@@ -206,6 +206,8 @@ def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.Mo
     assert early(QuantizeKind.DYNAMIC_QUANTIZE, 16384, bf16, s8, PerGroup(128))
     assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerTensor())
     assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerGroup(128))
+    assert early(QuantizeKind.DEQUANTIZE, 2048, f32, s8, PerToken())
+    assert not early(QuantizeKind.DEQUANTIZE, 2048, f32, s4, PerToken())
     for op, element, kind, scope in [
         (QuantizeKind.QUANTIZE, f32, s4, PerToken()),
         (QuantizeKind.DEQUANTIZE, bf16, s8, PerToken()),

@@ -82,7 +82,8 @@ def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.ONE,
     """
     if again:
         return programs <= 16 * processors
-    return programs <= 64 * processors or (work is not Work.LIGHT and nbytes >= 5120 * programs)
+    most = 128 * processors if work is Work.LIGHT else programs
+    return programs <= 64 * processors or (programs <= most and nbytes >= 5120 * programs)
 
 
 def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
