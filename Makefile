@@ -47,7 +47,7 @@ gpu-test:
 
 gpu-bench:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m bench gpu --json docs/bench-gpu.json
+	$(GPU_PYTHON) -m bench gpu --jobs 8 --json docs/bench-gpu.json
 	$(GPU_PYTHON) -m bench gpu --small --jobs 8 --json docs/bench-gpu-small.json
 	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
 

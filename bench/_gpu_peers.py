@@ -35,36 +35,46 @@ def formula(p: Problem) -> tuple[Callable[..., object], int] | None:
     def dequantize(q: Tensor, s: Tensor, zp: Tensor) -> Tensor:
         return ((q.view(view.shape).to(math) - zp.view(shape)) * s.view(shape)).to(element)
 
-    def dynamic(x: Tensor) -> tuple[Tensor, Tensor]:
+    def dynamic(x: Tensor) -> tuple[Tensor, ...]:
         seen = see(x)
-        scale = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high
-        return torch.clamp(torch.round(seen / scale), low, high).to(out_type), scale
+        if p.mode is DynamicRangeMode.SYMMETRIC:
+            scale, zero_point = seen.abs().amax(dim=(0, 2), keepdim=True).clamp(min=1e-30) / high, None
+        else:
+            least, most = seen.amin(dim=(0, 2), keepdim=True), seen.amax(dim=(0, 2), keepdim=True)
+            scale = (most - least).clamp(min=1e-30) / (high - low)
+            zero_point = low - torch.round(least / scale)
+        chosen = (scale,) if zero_point is None else (scale, zero_point.to(torch.int32))
+        if p.op is QuantizeKind.CHOOSE_QPARAMS:
+            return chosen
+        shift = 0.0 if zero_point is None else zero_point
+        q = torch.clamp(torch.round(seen / scale) + shift, low, high)
+        return *chosen, q.to(out_type) if p.op is QuantizeKind.DYNAMIC_QUANTIZE else ((q - shift) * scale).to(element)
 
-    def dynamic_asymmetric(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        seen = see(x)
-        least, most = seen.amin(dim=(0, 2), keepdim=True), seen.amax(dim=(0, 2), keepdim=True)
-        scale = (most - least).clamp(min=1e-30) / (high - low)
-        zero_point = low - torch.round(least / scale)
-        q = torch.clamp(torch.round(seen / scale) + zero_point, low, high).to(out_type)
-        return q, scale, zero_point.to(torch.int32)
-
-    def fake_backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
+    def backward(x: Tensor, dy: Tensor, s: Tensor, zp: Tensor) -> Tensor:
         t = torch.round(see(x) / s.view(shape)) + zp.view(shape)
-        return torch.where((t >= low) & (t <= high), see(dy), 0.0).to(element)
+        grad = see(dy) / s.view(shape) if p.op is QuantizeKind.QUANTIZE_BACKWARD else see(dy)
+        return torch.where((t >= low) & (t <= high), grad, 0.0).to(element)
+
+    def dequantize_backward(_: None, dy: Tensor, s: Tensor) -> Tensor:
+        return (see(dy) * s.view(shape)).to(element)
 
     bodies: dict[QuantizeKind, tuple[Callable[..., object], int]] = {
         QuantizeKind.QUANTIZE: (quantize, 3),
         QuantizeKind.FAKE_QUANTIZE: (fake_quantize, 3),
         QuantizeKind.DEQUANTIZE: (dequantize, 3),
-        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (fake_backward, 4),
-        QuantizeKind.DYNAMIC_QUANTIZE: (dynamic if p.mode is DynamicRangeMode.SYMMETRIC else dynamic_asymmetric, 1),
+        QuantizeKind.QUANTIZE_BACKWARD: (backward, 4),
+        QuantizeKind.FAKE_QUANTIZE_BACKWARD: (backward, 4),
+        QuantizeKind.DEQUANTIZE_BACKWARD: (dequantize_backward, 3),
+        QuantizeKind.DYNAMIC_QUANTIZE: (dynamic, 1),
+        QuantizeKind.DYNAMIC_FAKE_QUANTIZE: (dynamic, 1),
+        QuantizeKind.CHOOSE_QPARAMS: (dynamic, 1),
     }
     return bodies.get(p.op)
 
 
 def compiled_peer(p: Problem, values: tuple[Any, ...]) -> Callable[[], object] | None:
-    """torch.compile's kernel for the same formula."""
-    found = formula(p)
+    """torch.compile's kernel for the same formula; of s8 alone, since u8 takes as long and each a second to compile."""
+    found = formula(p) if p.quantized is ElementKind.S8 else None
     if found is None:
         return None
     body, count = found

@@ -9,7 +9,6 @@ result of ours is compared with the reference first.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -124,16 +123,6 @@ def ready(p: Problem, device: torch.device) -> tuple[SelectedPlan, Callable[...,
     return plan, torch.compile(found[0], dynamic=False), found[1]
 
 
-def prepare(p: Problem) -> None:
-    """Run both once: what this process compiles, the one that measures finds in the caches."""
-    device = torch.device("cuda", 0)
-    plan, compiled, count = ready(p, device)
-    values = operands(p, device)
-    plan.launch(values, plan.allocate_workspace())
-    compiled(*values[:count])
-    torch.cuda.synchronize(device)
-
-
 def measure(name: str, p: Problem, device: torch.device, check: bool = True) -> Line:
     plan, compiled, count = ready(p, device)
     workspace, first = plan.allocate_workspace(), operands(p, device)
@@ -161,13 +150,11 @@ def summary(lines: Sequence[Line], asked: int) -> str:
 
 def main(options: argparse.Namespace, device: torch.device) -> None:
     start = time.monotonic()
-    # Workers compile beside each other; more processes in each would only wait.
-    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "1"
     chosen = [(name, p) for name, p in problems() if all(part in label(name, p) for part in options.only.split(","))]
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, L2 {cache / 2**20:.0f} MiB, read past it")
     if options.jobs > 1:
-        compile_ahead([p for _, p in chosen], options.jobs, prepare)
+        compile_ahead([p for _, p in chosen], options.jobs, peers=True)
         print(f"compiled after {time.monotonic() - start:.0f} s", flush=True)
     lines: list[Line] = []
     for name, p in chosen:

@@ -8,11 +8,13 @@ result is compared with the reference before it is timed.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -222,12 +224,7 @@ def measure(name: str, p: Problem, ceiling: float, device: torch.device, peers: 
     elapsed = microseconds(lambda: plan._launch(values, workspace))
     if abs(moved(p) / elapsed / ceiling - bar) < CLOSE:
         elapsed = microseconds(lambda: plan._launch(values, workspace), batches=51)
-    found: dict[str, float] = {}
-    if peers:
-        for peer, make in PEERS.items():
-            call = make(p, values)
-            if call is not None:
-                found[peer] = microseconds(call)
+    found = {peer: microseconds(call) for peer, call in _peer_calls(p, values).items()} if peers else {}
     rate = moved(p) / elapsed
     mode = "" if p.mode is DynamicRangeMode.SYMMETRIC else " asymmetric"
     return Line(
@@ -244,19 +241,29 @@ def measure(name: str, p: Problem, ceiling: float, device: torch.device, peers: 
     )
 
 
-def compile_ahead(chosen: list[Problem], jobs: int, once: Callable[[Problem], None] | None = None) -> None:
-    """Launch every problem once in other processes: what they compile is then in Triton's cache."""
+def compile_ahead(chosen: list[Problem], jobs: int, peers: bool) -> None:
+    """Run every problem once in other processes: what they compile, the one that measures finds in the caches."""
+    # Workers compile beside each other; more processes in each would only wait.
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ["TORCHINDUCTOR_FX_GRAPH_CACHE"] = "1"
     context = torch.multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
-        list(pool.map(once or _launch_once, chosen))
+        list(pool.map(partial(_run_once, peers=peers), chosen))
 
 
-def _launch_once(p: Problem) -> None:
+def _run_once(p: Problem, peers: bool) -> None:
     device = torch.device("cuda", 0)
     plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
-    size = plan.workspace_size()
-    plan._launch(operands(p, device), torch.empty(size, dtype=torch.uint8, device=device) if size else None)
+    values = operands(p, device)
+    plan.launch(values, plan.allocate_workspace())
+    for call in _peer_calls(p, values).values() if peers else ():
+        call()
     torch.cuda.synchronize(device)
+
+
+def _peer_calls(p: Problem, values: tuple[Any, ...]) -> dict[str, Callable[[], object]]:
+    """Who else computes the same, ready to be called."""
+    made = {peer: make(p, values) for peer, make in PEERS.items()}
+    return {peer: call for peer, call in made.items() if call is not None}
 
 
 def host_microseconds(device: torch.device) -> float:
@@ -297,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         if all(part in _label(name, p) for part in options.only.split(","))
     ]
     if options.jobs > 1:
-        compile_ahead([p for _, p in chosen], options.jobs)
+        compile_ahead([p for _, p in chosen], options.jobs, peers)
     for _, alike in groupby(chosen, lambda row: (row[1].op, row[1].element)):
         ceilings.append(copy_ceiling(device))  # again and again: the card's clocks move
         for name, p in alike:

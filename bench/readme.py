@@ -68,7 +68,21 @@ def gpu_section(run: Run) -> str:
     ]
     for op in dict.fromkeys(op for op, _ in shares):
         text.append(f"| {op} | {' | '.join(f'{shares[op, scope]:.0%}' for scope in SCOPES)} |")
-    return "\n".join(text)
+    beside = [said for peer, who in PEERS.items() if (said := _times_as_long(lines, peer, who))]
+    return "\n".join([*text, *(["", f"In the same run, {' and '.join(beside)} as long."] if beside else [])])
+
+
+#: Who was measured beside ours, in words.
+PEERS = {"torch.compile": "the kernels torch.compile makes of the formulas take", "torch": "torch's own"}
+
+
+def _times_as_long(lines: list[Run], peer: str, who: str) -> str:
+    ratios = [line["peers"][peer] / line["microseconds"] for line in lines if peer in line["peers"]]
+    if not ratios:
+        return ""
+    return (
+        f"{who} {min(ratios):.2f} to {max(ratios):.1f} times (median {statistics.median(ratios):.2f} of {len(ratios)})"
+    )
 
 
 def small_section(run: Run) -> str:

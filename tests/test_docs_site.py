@@ -97,8 +97,12 @@ def test_the_command_line_page_has_every_option() -> None:
 
 def gpu_run() -> dict[str, Any]:
     lines = [
-        Line("quantize", "token", element, kind, (4, 4), 10.0, 4.0, share, 0.95, {})
-        for element, kind, share in (("bf16", "s8", 0.99), ("bf16", "u8", 0.97), ("f32", "s8", 0.5))
+        Line("quantize", "token", element, kind, (4, 4), 10.0, 4.0, share, 0.95, peers)
+        for element, kind, share, peers in (
+            ("bf16", "s8", 0.99, {"torch.compile": 12.0}),
+            ("bf16", "u8", 0.97, {}),
+            ("f32", "s8", 0.5, {"torch.compile": 15.0, "torch": 80.0}),
+        )
     ]
     head = {"device": "a GPU", "versions": {"torch": "2"}, "copy_terabytes": 4.2}
     return {**head, "lines": [asdict(line) for line in lines]}
@@ -134,6 +138,14 @@ def test_readme_says_how_many_rows_reach_their_bar() -> None:
     run = {**gpu_run(), "date": "2026-01-01", "host_microseconds": 4.0, "lines": [asdict(line) for line in lines]}
     section = readme.gpu_section(run)
     assert "5 of 6 rows reach their bar" in section and "| quantize | 95% | 95% | 100%" in section
+    assert "In the same run" not in section
+    for line, theirs in zip(run["lines"], (1.01, 1.5, 3.0), strict=False):
+        line["peers"] = {"torch.compile": theirs}
+    run["lines"][0]["peers"]["torch"] = 4.0
+    assert readme.gpu_section(run).endswith(
+        "In the same run, the kernels torch.compile makes of the formulas take 1.01 to 3.0 times (median 1.50 of 3) "
+        "and torch's own 4.00 to 4.0 times (median 4.00 of 1) as long."
+    )
 
 
 def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +153,7 @@ def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pyte
     monkeypatch.setattr(benchmarks, "read", runs.get)
     text = benchmarks.MAKERS["bench_gpu"]()
     assert "| `quantize` | token | 98% | 50% |" in text and "2 of 3 measurements" in text
+    assert "| `quantize` | token | 1.20x | 1.50x |" in text and text.endswith("| `quantize` | token | 8.00x |")
     text = benchmarks.MAKERS["bench_gpu_small"]()
     assert "| `quantize` | token | bf16 | 1.25x | 0.95x |" in text and "| `quantize` | token | f32 | 1.00x |  |" in text
     text = benchmarks.MAKERS["bench_linear"]()

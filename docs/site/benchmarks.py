@@ -49,24 +49,33 @@ def cpu(run: dict[str, Any]) -> str:
 
 
 def gpu(run: dict[str, Any]) -> str:
-    """The lines of `python -m bench gpu`: shares of the copy rate, the median over integer types."""
-    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for line in run["lines"]:
-        groups.setdefault((line["op"], line["scope"]), {}).setdefault(line["element"], []).append(line["share"])
-    elements = list(dict.fromkeys(line["element"] for line in run["lines"]))
-    rows = [
-        [f"`{op}`", scope, *(_percent(shares.get(element)) for element in elements)]
-        for (op, scope), shares in groups.items()
-    ]
-    head = f"{run['device']}, torch {run['versions']['torch']}, a copy at {run['copy_terabytes']:.2f} TB/s. "
+    """The lines of `python -m bench gpu`: shares of the copy rate and times as fast as a peer, medians over types."""
     met = sum(line["share"] >= line["bar"] for line in run["lines"])
-    return "\n\n".join(
-        [
-            head + f"Shares of the copy rate, the median over integer types; {met} of {len(run['lines'])} measurements "
-            "reach their bar (95 %, or 85 % for f64 and strided segments).",
-            table(["operation", "scope", *elements], rows, range(2, 9)),
-        ]
-    )
+    text = [
+        f"{run['device']}, torch {run['versions']['torch']}, a copy at {run['copy_terabytes']:.2f} TB/s. "
+        f"Shares of the copy rate, the median over integer types; {met} of {len(run['lines'])} measurements "
+        "reach their bar (95 %, or 85 % for f64 and strided segments).",
+        _by_element(run["lines"], lambda line: line["share"], "{:.0%}"),
+    ]
+    for peer, who in (("torch.compile", "the kernel torch.compile makes of the formula"), ("torch", "torch's own")):
+        beside = [line for line in run["lines"] if peer in line["peers"]]
+        if beside:
+            ratios = _by_element(beside, lambda line, peer=peer: line["peers"][peer] / line["microseconds"], "{:.2f}x")
+            text += [f"Times as fast as {who}:", ratios]
+    return "\n\n".join(text)
+
+
+def _by_element(lines: list[dict[str, Any]], value: Callable[[dict[str, Any]], float], form: str) -> str:
+    """A row for each operation and scope, a column for each float type; of several integer types the median."""
+    groups: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for line in lines:
+        groups.setdefault((line["op"], line["scope"]), {}).setdefault(line["element"], []).append(value(line))
+    elements = list(dict.fromkeys(line["element"] for line in lines))
+    rows = [
+        [f"`{op}`", scope, *(form.format(statistics.median(found[e])) if e in found else "" for e in elements)]
+        for (op, scope), found in groups.items()
+    ]
+    return table(["operation", "scope", *elements], rows, range(2, 2 + len(elements)))
 
 
 def small(run: dict[str, Any]) -> str:
@@ -111,10 +120,6 @@ def linear(run: dict[str, Any]) -> str:
 
 def _times(peer: float | None, ours: float) -> str:
     return "" if peer is None else f"{peer / ours:.1f}x"
-
-
-def _percent(shares: list[float] | None) -> str:
-    return "" if not shares else f"{statistics.median(shares):.0%}"
 
 
 MAKERS: dict[str, Callable[[], str]] = {
