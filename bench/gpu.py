@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -278,7 +279,8 @@ def _options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="substrings of 'op|scope|element|quantized' to keep, by commas")
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
     parser.add_argument("--no-peers", action="store_true", help="ours alone: torch.compile takes a second for each row")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="with --small: begin no row after these")
+    seconds = "begin no peer after these; with --small, no row"
+    parser.add_argument("--seconds", type=float, default=float("inf"), help=seconds)
     parser.add_argument("--no-check", action="store_true", help="time without comparing with the reference first")
 
 
@@ -293,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         _gpu_small.main(options, device)
         return
+    start = time.monotonic()
     print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}")
     host = host_microseconds(device)
     print(f"host time of a checked launch: {host:.1f} us")
@@ -308,14 +311,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     for _, alike in groupby(chosen, lambda row: (row[1].op, row[1].element)):
         ceilings.append(copy_ceiling(device))  # again and again: the card's clocks move
         for name, p in alike:
-            line = measure(name, p, ceilings[-1], device, peers, not options.no_check)
+            in_time = time.monotonic() - start < options.seconds
+            line = measure(name, p, ceilings[-1], device, peers and in_time, not options.no_check)
             lines.append(line)
             print(_row(line), flush=True)
     host = min(host, host_microseconds(device))
     below = [line for line in lines if line.share < line.bar]
     copies = sorted(rate / 1e6 for rate in ceilings)
     print(f"{len(lines) - len(below)} of {len(lines)} at or above their bar of the copy ceiling")
-    print(f"copies between the rows: {copies[0]:.2f} to {copies[-1]:.2f} TB/s")
+    print(f"copies between the rows: {copies[0]:.2f} to {copies[-1]:.2f} TB/s ({time.monotonic() - start:.0f} s)")
     rates = {"copy_terabytes": statistics.median(copies), "host_microseconds": host}
     write_json(options.json, {**about(device), **rates, "lines": lines})
 

@@ -1,4 +1,4 @@
-"""The bench of small tensors without a GPU: what it compares, that both sides compute the same, and what it says."""
+"""The GPU benches without a GPU: what they compare, that both sides compute the same, and what they say."""
 
 from __future__ import annotations
 
@@ -93,6 +93,27 @@ def test_a_run_prints_its_rows_and_writes_them(
     options.seconds = -1.0
     _gpu_small.main(options, CPU)
     assert "4 rows were not begun in time" in capsys.readouterr().out
+
+
+def test_peers_are_left_out_when_the_time_is_over_and_rows_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(name: str, p: Problem, ceiling: float, device: torch.device, peers: bool, check: bool) -> gpu.Line:
+        found = {"torch.compile": 3.0} if peers else {}
+        return gpu.Line(p.op.value, name, p.element.value, p.quantized.value, p.shape, 2.0, 4.0, 0.9, 0.95, found)
+
+    for name, value in {"is_available": True, "current_device": 0}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(gpu, "host_microseconds", lambda device: 5.0)
+    monkeypatch.setattr(gpu, "copy_ceiling", lambda device: 4.2e6)
+    monkeypatch.setattr(gpu, "measure", measured)
+    for seconds, beside in (("60", [{"torch.compile": 3.0}]), ("0", [{}])):
+        file = tmp_path / f"{seconds}.json"
+        gpu.main(["--only", "dequantize|token|f32|s4", "--seconds", seconds, "--json", str(file)])
+        said = capsys.readouterr().out
+        assert "0 of 1 at or above their bar" in said and ("torch.compile 1.50x" in said) == (seconds == "60")
+        assert [line["peers"] for line in json.loads(file.read_text())["lines"]] == beside
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
