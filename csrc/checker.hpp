@@ -95,7 +95,7 @@ private:
         if (!elementwise_ || start != other_start || word(out.dtype) != word(other.dtype) || out.ndim != other.ndim)
             return false;
         for (int i = 0; i < out.ndim; ++i)
-            if (out.strides[i] != other.strides[i]) return false;
+            if (out.strides[i] != other.strides[i] || out.shape[i] != other.shape[i]) return false;
         return true;
     }
 };

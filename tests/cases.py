@@ -72,6 +72,7 @@ ELEMENTWISE = [kind for kind, row in OPS.items() if row.elementwise]
 DYNAMIC = [QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE]
 #: m, n, k: ones, primes, zeros, and both sides of the tiles kernels like.
 LINEAR_SHAPES = [(1, 1, 1), (1, 7, 64), (3, 5, 0), (0, 4, 8), (4, 0, 8), (5, 17, 31), (16, 64, 128), (33, 70, 129)]
+LINEAR_SHAPES += [(2, 3, 1)]
 
 
 @dataclass(frozen=True)

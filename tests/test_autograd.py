@@ -285,3 +285,27 @@ def test_quantizing_what_requires_grad_gives_integers_without_one() -> None:
     x, scale = leaf(data()), leaf(torch.tensor(0.3))
     q = baracuda.quantize(x, scale)
     assert not q.requires_grad and torch.equal(q, baracuda.quantize(x.detach(), 0.3))
+
+
+def test_a_linear_with_silu_has_second_derivatives() -> None:
+    x, weight = leaf(data(dtype=torch.float64, spread=2.0)), torch.arange(-20, 20, dtype=torch.int8).view(5, 8)
+
+    def gradient(x: Tensor) -> Tensor:
+        y = baracuda.quantized_linear(x, weight, 0.1, activation="silu")
+        (found,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return found
+
+    sums = leaf(baracuda.quantized_linear(x, weight, 0.1).detach())
+    (slope,) = torch.autograd.grad(functional.silu(sums).sum(), sums)
+    assert torch.allclose(gradient(x), slope @ (weight.double() * 0.1), rtol=1e-6)
+    gradient(x).sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("learned", ["weight_scale", "act_scale"])
+def test_a_linear_of_integers_has_no_gradient_for_its_scales_and_says_so(learned: str) -> None:
+    weight, given = torch.ones(5, 8, dtype=torch.int8), {"weight_scale": torch.ones(5), "act_scale": torch.ones(1)}
+    given[learned].requires_grad_()
+    y = baracuda.smoothquant_linear(weight, weight, given["act_scale"], given["weight_scale"])
+    with pytest.raises(baracuda.Unsupported, match=rf"{learned} requires a gradient.*detach it"):
+        y.sum().backward()

@@ -405,3 +405,17 @@ def test_out_and_gradients_exclude_each_other() -> None:
     assert (out == POISON).all()
     with torch.no_grad():
         assert baracuda.fake_quantize(x, 1.0, out=out) is out
+
+
+def test_an_output_over_scales_that_have_its_strides_is_refused() -> None:
+    """They are read to the end, so memory that begins alike and is longer is not the same tensor."""
+    memory, x = torch.rand(16, 8) + 0.1, torch.randn(16, 8)
+    with pytest.raises(InvalidProblem, match="output overlaps scale"):
+        baracuda.fake_quantize(x, memory[:4], scope=PerGroup(4, axis=0), out=memory)
+    assert torch.equal(baracuda.fake_quantize(x, 0.1, out=x), x), "in place is"
+
+
+def test_an_output_that_is_no_tensor_is_told_with_and_without_gradients() -> None:
+    for x in (X, X.clone().requires_grad_()):
+        with pytest.raises(InvalidProblem, match=r"expected a torch\.int8 tensor.*got"):
+            baracuda.quantize(x, 0.1, out="a")  # type: ignore[call-overload]

@@ -258,3 +258,29 @@ def test_a_native_linear_with_nonsense_is_refused() -> None:
         linear.epilogue(out.data_ptr(), scales, 0, 128, out.data_ptr(), 1)
     with pytest.raises(ValueError, match="address"):
         linear.weight_sums(0, -1, out.data_ptr(), 1)
+
+
+def test_rows_that_begin_inside_each_other_are_multiplied_as_they_are() -> None:
+    """Windows over a signal, one row for all, a lone row of any stride: the matrix library takes none of them."""
+    generator = torch.Generator().manual_seed(0)
+    signal = torch.randint(-128, 128, (400,), dtype=torch.int8, generator=generator)
+    windows, dense = signal.unfold(0, 256, 1), torch.randint(-128, 128, (64, 256), dtype=torch.int8)
+    for act, weight in [
+        (windows[:20], dense),
+        (dense[:20], windows[:64]),
+        (dense[:1].expand(20, 256), dense),
+        (dense[:20], dense[:1].expand(64, 256)),
+        (signal[:256].view(256, 1).t(), dense),
+        (dense, signal[:256].view(256, 1).t()),
+        (dense[:, :1].contiguous(), dense[:7, :1].contiguous()),
+    ]:
+        y = baracuda.smoothquant_linear(act, weight, 1.0, 1.0, dtype=torch.float64)
+        assert torch.equal(y, (act.long() @ weight.long().t()).double()), (act.stride(), weight.stride())
+
+
+def test_a_zero_point_that_a_symmetric_problem_did_not_announce_is_summed_exactly() -> None:
+    k = 100_000
+    p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (20, 16, k), ElementKind.F64, ElementKind.S8, -128, 127)
+    act, weight = torch.full((20, k), -128, dtype=torch.int8), torch.full((16, k), -128, dtype=torch.int8)
+    (y,) = plan_for(p).compute((act, 1.0, 127, weight, 1.0, None, None, None))
+    assert (y == (-128 - 127) * -128 * k).all()

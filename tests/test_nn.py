@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
-from baracuda.nn import FakeQuantize, MinMax, MovingAverage, Percentile, QuantizedLinear, SmoothQuantLinear
+from baracuda.nn import FakeQuantize, MinMax, MovingAverage, Percentile, QATLinear, QuantizedLinear, SmoothQuantLinear
 from baracuda.nn.row_sums import RowSums
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -235,7 +236,11 @@ def test_a_quantized_linear_passes_gradients_to_what_came_before_it() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: QuantizedLinear(4, 4, weight_element="u8"), baracuda.Unsupported, "expected s8 or s4, got u8"),
+        (
+            lambda: QuantizedLinear(4, 4, weight_element="u8"),
+            baracuda.Unsupported,
+            "the weight: expected one of s8, s4, got u8",
+        ),
         (
             lambda: QuantizedLinear.from_float(nn.Conv1d(2, 2, 1)),
             baracuda.Unsupported,
@@ -405,3 +410,44 @@ def test_a_dynamic_symmetric_range_clips_nothing_so_its_gradient_passes_whole(dt
         x.grad = None
         FakeQuantize("dynamic", PerToken())(x).backward(dy)
         assert torch.equal(x.grad, dy)
+
+
+def test_scales_and_ranges_are_f32_whatever_the_default_type_is() -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        for observer in (MinMax, MovingAverage, Percentile):
+            module = FakeQuantize("static", observer=observer).train()
+            for _ in range(3):
+                module(torch.rand(100) * 2.8 - 1.4)
+            kept = {name: value.dtype for name, value in module.named_buffers() if value.is_floating_point()}
+            assert set(kept.values()) == {torch.float32} and 0.9 < module.scale.item() * 127 <= 1.4, kept
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_a_learned_scale_keeps_its_type_its_gradient_and_what_is_loaded_into_it() -> None:
+    module = FakeQuantize("learned")
+    module(torch.randn(8)).sum().backward()
+    assert module.half().scale.dtype is torch.float32
+    assert module.scale.grad is not None and module.scale.grad.dtype is torch.float32
+    stored = {name: value.half() for name, value in module.state_dict().items()}
+    module.load_state_dict(stored, assign=True)
+    assert module.scale.dtype is torch.float32 and torch.equal(module.scale.half(), stored["scale"])
+    module(torch.randn(8))
+
+
+def test_an_output_written_from_outside_is_seen_by_the_row_sums() -> None:
+    module = QuantizedLinear.from_float(linear(), mode="asymmetric")
+    x = torch.randn(4, module.in_features)
+    module(x)
+    other = torch.randn(module.out_features, module.in_features)
+    baracuda.quantize(other, module.weight_scale, scope=PerChannel(0), out=module.weight)
+    assert torch.equal(module(x), copy.deepcopy(module)(x))
+
+
+@pytest.mark.parametrize("kind", [QuantizedLinear, SmoothQuantLinear, QATLinear])
+def test_shapes_are_inferred_on_meta_and_from_fake_tensors(kind: Any) -> None:
+    assert kind(8, 4, device="meta")(torch.empty(2, 8, device="meta")).shape == (2, 4)
+    with FakeTensorMode():
+        assert kind(8, 4)(torch.empty(2, 8)).shape == (2, 4)

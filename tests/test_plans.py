@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -335,3 +337,45 @@ def test_the_sku_of_a_linear_names_its_epilogue(backend: BackendKind) -> None:
 
 def test_a_backend_is_preferred_by_its_name_as_by_itself() -> None:
     assert PlanPreference(prefer_backend="cpu") == PlanPreference(prefer_backend=BackendKind.CPU)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_selected_again_where_it_is_copied_to() -> None:
+    desc = baracuda.QuantizePerTokenDescriptor(4, 8, -128, 127, "f32", "s8")
+    plan = baracuda.QuantizePerTokenPlan.select(desc, PlanPreference(prefer_backend="reference"), device="cpu")
+    x, q = torch.randn(4, 8), torch.empty(4, 8, dtype=torch.int8)
+    for made in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert repr(made) == repr(plan)
+        made.run(baracuda.QuantizePerTokenArgs(x, 0.1, 0, q))
+        assert torch.equal(q, baracuda.quantize(x, 0.1))
+
+
+def test_errors_come_out_of_other_processes() -> None:
+    for error in (baracuda.WorkspaceTooSmall(8, 3), baracuda.Unsupported("no", {"cpu": "why"})):
+        made = pickle.loads(pickle.dumps(error))
+        assert str(made) == str(error) and vars(made) == vars(error)
+
+
+def test_an_index_of_the_cpu_says_nothing_and_what_is_no_device_is_told() -> None:
+    desc = baracuda.QuantizePerTokenDescriptor(8, 32, -128, 127, "f32", "s8")
+    plan = baracuda.QuantizePerTokenPlan.select(desc, device="cpu:0")
+    args = baracuda.QuantizePerTokenArgs(torch.randn(8, 48)[:, :32], 0.1, 0, torch.empty(8, 32, dtype=torch.int8))
+    assert plan.can_implement(args)
+    plan.run(args)
+    with pytest.raises(baracuda.InvalidProblem, match=r"device: expected one torch knows, got 5\.0"):
+        baracuda.QuantizePerTokenPlan.select(desc, device=5.0)  # type: ignore[arg-type]
+
+
+def test_torch_sees_what_was_written() -> None:
+    """As its own operators do, so that a gradient that needs the value from before is refused."""
+    x = torch.tensor([0.3, 1.1], requires_grad=True)
+    y = x * 2
+    loss = y.square().sum()
+    with torch.no_grad():
+        baracuda.fake_quantize(y, 0.5, out=y)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    desc = baracuda.QuantizePerTensorDescriptor(4, -128, 127, "f32", "s8")
+    out = torch.zeros(4, dtype=torch.int8)
+    args = baracuda.QuantizePerTensorArgs(torch.randn(4), 0.1, 0, out)
+    baracuda.QuantizePerTensorPlan.select(desc, device="cpu").run(args)
+    assert out._version == 1

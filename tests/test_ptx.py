@@ -294,3 +294,38 @@ def test_scales_that_nobody_reads_are_not_stored(shape: tuple[int, int], scope: 
         counts = instructions(ptx_of(step, ["*bf16", scale, "constexpr", "*bf16"]))
         stores.append(sum(n for name, n in counts.items() if name.startswith("st.global")))
     assert 0 < stores[1] < stores[0]
+
+
+@pytest.mark.parametrize(
+    ("shape", "scope"),
+    [
+        ((2**31 + 4096, 2), PerToken()),
+        ((4, 2**30), PerGroup(4, axis=0)),
+        ((512, 2**24), PerChannel(1)),
+        ((2**15, 2**17), PerTensor()),
+    ],
+    ids=str,
+)
+def test_offsets_beyond_31_bits_are_multiplied_in_64(
+    shape: tuple[int, int], scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but `split_index`, whose product is that of an index of 31 bits, and the steps inside a block."""
+    from baracuda.backends.triton import dynamic, learned, static, tune
+
+    monkeypatch.setattr(tune, "processors_of", lambda device: 132)
+    bf16, s8 = ElementKind.BF16, ElementKind.S8
+    p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, shape, bf16, s8, -127, 127, scope)
+    config = dynamic.range_config(p, CPU)
+    if config.chunks:
+        ranges = dynamic.partial_step(p, config, CPU), ["*bf16", "constexpr", "*fp32"]
+    else:
+        ranges = dynamic.whole_step(p, config, CPU), ["*bf16", "*fp32", "constexpr", "*i8"]
+    p = Problem(QuantizeKind.DEQUANTIZE, shape, bf16, s8, -127, 127, scope)
+    plain = static.elementwise_step(p, CPU), ["*i8", "constexpr", "*fp32", "constexpr", "*bf16"]
+    p = Problem(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, shape, bf16, s8, -127, 127, scope)
+    sums, _ = learned.steps(p, learned.Layout(p), CPU)
+    learning = sums, ["*bf16", "*bf16", "*fp32", "constexpr", "*bf16", "*fp64", "*fp64"]
+    for step, forms in (ranges, plain, learning):
+        assert step is not None and step.constants["WIDE"]
+        found = re.findall(r"%([a-z]+)\w* = arith\.muli .*(?:: i32|xi32>)", compiled(step, forms).asm["ttir"])
+        assert set(found) <= {"quotient", "rest", "element"}, (step.kernel, found)

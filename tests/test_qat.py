@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
@@ -460,3 +461,66 @@ def test_a_compiled_linear_is_one_graph_with_the_gradients_of_the_eager_one(opti
     expected.square().sum().backward()
     for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_recomputed_forward_is_not_observed_again(reentrant: bool) -> None:
+    """What is computed twice is one batch, and the backward needs the scale that the forward had."""
+
+    def gradient(checkpointed: bool) -> Tensor:
+        torch.manual_seed(0)
+        layer = QATLinear(64, 8, activation_strategy="static").train()
+        for i in range(3):
+            x = (torch.randn(32, 64) * (1 + i)).requires_grad_()
+            y = checkpoint(layer, x, use_reentrant=reentrant) if checkpointed else layer(x)
+            y.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert torch.equal(gradient(True), gradient(False))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_strategy": "dynmic"}, "strategy: expected one of"),
+        ({"observer_options": {"momentum": 7}, "activation_strategy": "static"}, r"momentum: expected a number in"),
+        ({"scheme": baracuda.LinearScheme(q_min=-200)}, r"expected q_min and q_max inside s8's range"),
+        ({"scheme": baracuda.LinearScheme(activation=baracuda.ElementKind.S4)}, "activations: expected one of s8, u8"),
+        ({"scheme": baracuda.LinearScheme(weight=baracuda.ElementKind.U8)}, "the weight: expected one of s8, s4"),
+        ({"scheme": baracuda.LinearScheme(q_min=5, q_max=3)}, "expected q_min <= q_max"),
+    ],
+)
+def test_options_that_no_layer_takes_are_errors_and_nothing_is_replaced(options: Any, message: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    with pytest.raises(baracuda.BaracudaError, match=message):
+        baracuda.prepare_qat(model, **options)
+    if set(options) == {"scheme"}:
+        with pytest.raises(baracuda.BaracudaError, match=message):
+            baracuda.quantize_model(model, options["scheme"])
+    assert type(model[0]) is type(model[2]) is nn.Linear
+
+
+def test_a_static_scheme_needs_scales_that_are_there_and_takes_no_zero_points() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    with pytest.raises(baracuda.InvalidProblem, match="input_scales: expected a calibrated scale for each"):
+        baracuda.quantize_model(model, "w8a8-smoothquant")
+    asymmetric = baracuda.LinearScheme(static=True, mode=baracuda.DynamicRangeMode.ASYMMETRIC)
+    with pytest.raises(baracuda.Unsupported, match="zero points that no input_scales give; prepare_qat finds them"):
+        baracuda.quantize_model(model, asymmetric, input_scales={"0": 0.1, "1": 0.1})
+    report = baracuda.quantize_model(model, "w8a8-smoothquant", input_scales={"0": 0.1, "2": 0.1})
+    assert list(report.replaced) == ["0"] and list(report.skipped) == ["1"] and report.unmatched == ["2"]
+
+
+def test_hooks_are_not_lost_without_a_word() -> None:
+    """Pruning is a hook: without it a layer would become the weight of its last forward."""
+    for hook in ("register_forward_hook", "register_full_backward_pre_hook", "register_state_dict_pre_hook"):
+        model = nn.Sequential(nn.Linear(8, 8))
+        getattr(model[0], hook)(lambda *args: None)
+        assert "has hooks" in baracuda.prepare_qat(model).skipped["0"], hook
+    model = nn.Sequential(nn.Linear(8, 8))
+    baracuda.prepare_qat(model)
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    assert "has hooks, which would be lost: remove them, as prune.remove" in baracuda.convert(model).skipped["0"]
+    prune.remove(model[0], "weight")
+    assert list(baracuda.convert(model).replaced) == ["0"]

@@ -8,6 +8,7 @@ integer tensors no gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import new_class
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from .arrays import as_tensor, segment_values
 from .backends.registry import Value
 from .errors import Unsupported
-from .execute import audience, cached_plan
+from .execute import audience, cached_plan, transform_level
 from .ops import _LIBRARY, OPERATORS, Key, rounded
 from .plan import SelectedPlan
 from .scope import PerChannel, PerTensor, Scope, Shape
@@ -41,18 +42,25 @@ def compute(
     """The outputs of an op, recorded by whoever watches. A caller that holds the plan spares the search for it."""
     watching = audience(*inputs)
     if watching == "nobody":
-        return _direct(op, inputs, shape, key) if plan is None else plan.compute(inputs)
+        return plan.compute(inputs) if plan is not None else _direct(op, inputs, shape, key)
     if watching == "autograd" and op is QuantizeKind.QUANTIZE:
         with torch.no_grad():  # integers have no gradient to record
             return _direct(op, inputs, shape, key)
     if watching == "autograd" and op in _FORMULAS:
-        return (_Recorded.apply(op, shape, key, size, factor, *inputs),)  # type: ignore[no-untyped-call]
+        return _Recorded.apply(op, shape, key, size, factor, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    if watching == "torch" and op in _FORMULAS and transform_level() is not None:
+        return _Transformed.apply(op, shape, key, size, factor, *inputs)  # type: ignore[no-any-return, no-untyped-call]
     return OPERATORS[op](inputs, key, size, factor)
+
+
+def _returned(op: QuantizeKind, computed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """What the operator returns, of all that was computed."""
+    return tuple([computed[i] for i in OPERATORS[op].returned])
 
 
 def _direct(op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, key: Key) -> tuple[Tensor, ...]:
     device = next(value.device for value in inputs if isinstance(value, Tensor))
-    return cached_plan(device, op, shape, *key).compute(inputs)
+    return cached_plan(device, op, shape, *key).compute(OPERATORS[op].with_integers(inputs))
 
 
 class _Recorded(torch.autograd.Function):
@@ -61,17 +69,50 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, op: QuantizeKind, shape: Shape, key: Key, size: int | None, factor: float, *inputs: Value
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         ctx.op = op
         _FORMULAS[op].save(ctx, inputs, key, size, factor)
-        return _direct(op, OPERATORS[op].with_integers(inputs), shape, key)[-1]
+        return _returned(op, _direct(op, inputs, shape, key))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
         formula, unlearned = _FORMULAS[ctx.op], (None,) * 5
         names = [operand.name for operand in formula.operator.inputs]
-        found = formula.found(ctx, names, ctx.needs_input_grad[len(unlearned) :], dy)
+        found = formula.found(ctx, names, ctx.needs_input_grad[len(unlearned) :], dy[-1])
         return (*unlearned, *[found.get(name) for name in names])
+
+
+class _Transformed(_Recorded):
+    """The same for torch.func, one of whose transforms is peeled off at a time; operators of libraries have no way."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        op: QuantizeKind, shape: Shape, key: Key, size: int | None, factor: float, *inputs: Value
+    ) -> tuple[Tensor, ...]:
+        return _returned(op, compute(op, OPERATORS[op].with_integers(inputs), shape, key, size, factor))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op, _, key, size, factor, *operands = inputs
+        _FORMULAS[ctx.op].save(ctx, tuple(operands), key, size, factor)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], op: QuantizeKind, shape: Shape, key: Key, size: int | None,
+        factor: float, *inputs: Any,
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
+        """One after the other, as torch itself does with an operator it knows nothing of."""
+        results = []
+        for i in range(info.batch_size):
+            dims = zip(inputs, in_dims[-len(inputs) :], strict=True)
+            each = tuple([value if dim is None else value.select(dim, i) for value, dim in dims])
+            results.append(_Transformed.forward(op, shape, key, size, factor, *each))
+        stacked = tuple(map(torch.stack, zip(*results, strict=True)))
+        return stacked, (0,) * len(stacked)
+
+
+#: What is inside a wrapper of a transform that is over: a function that `vjp` has made may be called at any time.
+_alive = torch._C._functorch.unwrap_if_dead
 
 
 def segment_sums(values: Tensor, scope: Scope) -> Tensor:
@@ -109,11 +150,11 @@ class _Formula:
 
     def found(self, ctx: Any, names: Sequence[str], needs: Sequence[bool], dy: Tensor) -> dict[str, Tensor]:
         operands = {
-            operand.name: number if tensor is None else tensor
+            operand.name: number if tensor is None else _alive(tensor)
             for operand, tensor, number in zip(self.operator.inputs, ctx.saved_tensors, ctx.numbers, strict=True)
         }
         wanted = {name for name, need in zip(names, needs, strict=True) if need}
-        return self.gradients(ctx, operands, wanted, dy)
+        return self.gradients(ctx, operands, wanted, _alive(dy))
 
     def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -146,7 +187,8 @@ class _Dequantize(_Formula):
         found = {}
         if "scale" in wanted:
             key = (math, quantized, q_min, q_max, scope, *ctx.key[5:])
-            (steps,) = OPERATORS[QuantizeKind.DEQUANTIZE]((operands["input"], 1.0, zero_point), key, ctx.size)
+            inputs = (operands["input"], 1.0, zero_point)
+            (steps,) = compute(QuantizeKind.DEQUANTIZE, inputs, dy.shape, key, ctx.size)
             found["scale"] = (segment_sums(dy * steps, scope) * ctx.grad_factor).to(scale.dtype)
         if "zero_point" in wanted:
             found["zero_point"] = (-segment_sums(dy, scope) * scale * ctx.grad_factor).to(zero_point.dtype)
@@ -157,7 +199,7 @@ class _Dequantize(_Formula):
 _SLOPES: dict[Activation, Callable[[Tensor, Tensor], Tensor]] = {
     Activation.RELU: lambda dy, y: torch.ops.aten.threshold_backward(dy, y, 0),
     Activation.GELU: torch.ops.aten.gelu_backward,
-    Activation.SILU: torch.ops.aten.silu_backward,
+    Activation.SILU: lambda dy, y: dy * (s := y.sigmoid()) * (1 + y * (1 - s)),  # aten's has no derivative
 }
 
 
@@ -165,14 +207,20 @@ class _Linear(_Formula):
     """To x as if its integers had not been rounded, to the bias and to the residual."""
 
     def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
+        if scales := wanted & {"weight_scale", "act_scale"}:
+            raise Unsupported(
+                f"{min(scales)} requires a gradient, which a linear of integers has not; detach it, or train with "
+                "fake_quantize and convert"
+            )
         found = {"residual": dy} if "residual" in wanted else {}
         if wanted & {"activation", "bias"}:
             dy = self.before_activation(ctx, operands, dy)
         if "activation" in wanted:
             element, weight_q, kind = ctx.key[0], operands["weight_q"], ctx.key[9]
             key = static_key(element, kind, kind.q_min, kind.q_max, PerChannel(0))
-            size = operands["activation"].shape[1] if kind.is_packed else None
-            (weight,) = OPERATORS[QuantizeKind.DEQUANTIZE]((weight_q, operands["weight_scale"], None), key, size)
+            shape, inputs = (dy.shape[1], operands["activation"].shape[1]), (weight_q, operands["weight_scale"], None)
+            size = shape[1] if kind.is_packed else None
+            (weight,) = compute(QuantizeKind.DEQUANTIZE, inputs, shape, key, size)
             found["activation"] = dy @ weight
         if "bias" in wanted:
             found["bias"] = dy.sum(dim=0).to(operands["bias"].dtype)
@@ -183,8 +231,11 @@ class _Linear(_Formula):
         *key, activation = ctx.key
         if activation is Activation.NONE:
             return dy
-        inputs = tuple(operands[operand.name] for operand in self.operator.inputs if operand.name != "residual")
-        sums = self.operator((*inputs, None), (*key, Activation.NONE))[-1].to(ctx.key[0].math.dtype)
+        operator = self.operator
+        inputs = tuple(operands[operand.name] if operand.name != "residual" else None for operand in operator.inputs)
+        before = (*key, Activation.NONE)
+        sums = compute(operator.op, inputs, operator.shape(inputs, before, None), before)[-1]
+        sums = sums.to(ctx.key[0].math.dtype)
         return _SLOPES[activation](dy.to(sums.dtype), sums).to(dy.dtype)
 
 
@@ -204,8 +255,8 @@ class _Once(_Formula):
 #: A range found in the data counts as a constant: nothing to record, and no detour to find that out.
 for _op in (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
     _LIBRARY.impl(_op.value, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
-_Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
 _FORMULAS: dict[QuantizeKind, _Formula] = {
+    QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD: _Once(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD),
     QuantizeKind.FAKE_QUANTIZE: _FakeQuantize(QuantizeKind.FAKE_QUANTIZE),
     QuantizeKind.DEQUANTIZE: _Dequantize(QuantizeKind.DEQUANTIZE),
     QuantizeKind.QUANTIZED_LINEAR: _Linear(QuantizeKind.QUANTIZED_LINEAR),
@@ -232,10 +283,19 @@ def static_key(
 
 class _Quantize(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Value, zero_point: Value, key: Key) -> Tensor:
-        ctx.key, ctx.numbers = key, [None if isinstance(v, Tensor) else v for v in (x, scale, zero_point)]
-        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in (x, scale, zero_point)])
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _Quantize.keep(ctx, inputs)
+        return _Quantize.integers(*inputs)
+
+    @staticmethod
+    def integers(x: Tensor, scale: Value, zero_point: Value, key: Key) -> Tensor:
         return compute(QuantizeKind.QUANTIZE, (x, scale, zero_point), x.shape, key)[0].to(x.dtype)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+        *operands, ctx.key = inputs
+        ctx.numbers = [None if isinstance(v, Tensor) else v for v in operands]
+        ctx.save_for_backward(*[v if isinstance(v, Tensor) else None for v in operands])
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -248,10 +308,15 @@ class _Dequantized(torch.autograd.Function):
     """Adds the gradient of the integers to an operator that has those of scale and zero point."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, y: Tensor, scale: Value, key: Key) -> Tensor:
-        ctx.key, ctx.number = key, None if isinstance(scale, Tensor) else scale
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        _Dequantized.keep(ctx, inputs)
+        return _second(*inputs)
+
+    @staticmethod
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor | None = None) -> None:
+        _, _, scale, ctx.key = inputs
+        ctx.number = None if isinstance(scale, Tensor) else scale
         ctx.save_for_backward(scale if isinstance(scale, Tensor) else None)
-        return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -270,10 +335,33 @@ class _StraightThrough(torch.autograd.Function):
         return dy, None
 
 
+def _second(_: Tensor, y: Tensor, *others: object) -> Tensor:
+    return y.view_as(y)
+
+
+def _under(function: type[torch.autograd.Function], result: Any, keep: Any) -> type[torch.autograd.Function]:
+    """A function for torch.func, which has it keep things apart from computing them. Elsewhere that is slow."""
+    apart = {"forward": staticmethod(result), "setup_context": staticmethod(keep), "generate_vmap_rule": True}
+    return new_class(function.__name__, (function,), exec_body=lambda names: names.update(apart))
+
+
+_UNDER_TRANSFORMS: dict[type[torch.autograd.Function], type[torch.autograd.Function]] = {
+    _Quantize: _under(_Quantize, _Quantize.integers, _Quantize.keep),
+    _Dequantized: _under(_Dequantized, _second, _Dequantized.keep),
+    _StraightThrough: _under(_StraightThrough, _second, lambda ctx, inputs, output: None),
+}
+
+
+def _call(function: type[torch.autograd.Function], *inputs: Any) -> Tensor:
+    if not torch.compiler.is_dynamo_compiling() and transform_level() is not None:
+        function = _UNDER_TRANSFORMS[function]
+    result: Tensor = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return result
+
+
 def straight_through(x: Tensor, y: Tensor) -> Tensor:
     """y, with the gradient of x: for a fake-quantization that clips nothing, whose backward would only copy."""
-    result: Tensor = _StraightThrough.apply(x, y)  # type: ignore[no-untyped-call]
-    return result
+    return _call(_StraightThrough, x, y)
 
 
 def quantize(
@@ -292,8 +380,7 @@ def quantize(
     x, kind = as_tensor(x, "x"), _carried(dtype)
     key = static_key(ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, member(Arithmetic, arithmetic))
     scale, zero_point = segment_values(scope.scale_shape(tuple(x.shape)), scale, zero_point)
-    result: Tensor = _Quantize.apply(x, scale, zero_point, key)  # type: ignore[no-untyped-call]
-    return result
+    return _call(_Quantize, x, scale, zero_point, key)
 
 
 def dequantize(
@@ -317,8 +404,7 @@ def dequantize(
     shape = scope.scale_shape(tuple(q.shape))
     scale, zero_point = segment_values(shape, scale, zero_point, learned=True, keep=keep)
     (y,) = compute(QuantizeKind.DEQUANTIZE, (integers, scale, zero_point), q.shape, key)
-    result: Tensor = _Dequantized.apply(q, y, scale, key)  # type: ignore[no-untyped-call]
-    return result
+    return _call(_Dequantized, q, y, scale, key)
 
 
 def _carried(element: Any) -> ElementKind:

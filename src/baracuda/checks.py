@@ -192,8 +192,8 @@ class Checker:
             other_start = other.data_ptr()
             if other_start >= end or start >= other_start + (other.nbytes if contiguous else _extent(other)):
                 continue
-            same = other_start == start and other.dtype == out.dtype and other.stride() == out.stride()
-            if not (same and self.elementwise):
+            alike = other.dtype == out.dtype and other.stride() == out.stride() and other.shape == out.shape
+            if not (self.elementwise and other_start == start and alike):
                 raise InvalidProblem(
                     f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; "
                     "give it memory of its own"

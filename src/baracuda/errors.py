@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Self
 
 
 class BaracudaError(Exception):
@@ -31,3 +32,6 @@ class WorkspaceTooSmall(BaracudaError, ValueError):
             f"workspace: expected at least {needed} bytes, got {got}; "
             "allocate torch.empty(plan.workspace_size(), dtype=torch.uint8, device=plan.device)"
         )
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int]]:
+        return type(self), (self.needed, self.got)

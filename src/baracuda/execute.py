@@ -68,7 +68,8 @@ _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
-_transform = torch._C._functorch.maybe_current_level
+transform_level = torch._C._functorch.maybe_current_level
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd, for jacobians
 _Parameter = torch.nn.Parameter
 
 
@@ -83,7 +84,7 @@ def audience(*values: object) -> str:
     if forward_ad._current_level >= 0:
         _refuse_tangents(values)
         return "torch"
-    if _dispatch_modes() or _function_modes() or _transform() is not None:
+    if _dispatch_modes() or _function_modes() or transform_level() is not None:
         return "torch"
     found = "nobody"
     for value in values:
@@ -91,7 +92,7 @@ def audience(*values: object) -> str:
         if kind is Tensor or kind is _Parameter:
             # The first value says where the call runs; meta among the others is a mix of devices, which a plan refuses.
             # A minus that torch has put off is not in the memory: the dispatcher makes up for it.
-            if (value is values[0] and value.is_meta) or value.is_neg():  # type: ignore[attr-defined]
+            if (value is values[0] and value.is_meta) or value.is_neg() or _is_batched(value):  # type: ignore[attr-defined, arg-type]
                 return "torch"
             if value.requires_grad and _is_grad_enabled():  # type: ignore[attr-defined]
                 found = "autograd"

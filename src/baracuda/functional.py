@@ -293,6 +293,8 @@ def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
         return result
     if result.requires_grad:
         raise InvalidProblem(f"{op.value}: out= does not record gradients; drop it or use torch.no_grad()")
+    if not isinstance(out, Tensor):
+        raise InvalidProblem(f"{op.value}: out: expected a {result.dtype} tensor, got {type(out).__name__}")
     if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
         raise InvalidProblem(
             f"{op.value}: out: expected {result.dtype} of shape {list(result.shape)} on {result.device}, "

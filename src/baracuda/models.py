@@ -31,7 +31,7 @@ class LinearScheme:
     weight: ElementKind = ElementKind.S8
     """s8 or s4."""
     activation: ElementKind = ElementKind.S8
-    """s8 or u8."""
+    """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
     mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
     """Whether activations have a zero point."""
     static: bool = False
@@ -66,7 +66,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
     """Why a module was left as it is."""
     unmatched: list[str] = field(default_factory=list)
-    """Patterns no module answered to: most often a typing error."""
+    """Patterns, and names of scales, no module answered to: most often a typing error."""
 
     def __str__(self) -> str:
         width = max(map(len, (*self.replaced, *self.skipped)), default=0)
@@ -92,17 +92,25 @@ def quantize_model(
     A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name.
     """
     chosen, scales = _scheme(scheme), input_scales or {}
+    options = {"weight_element": chosen.weight, **chosen._activations}
+    (SmoothQuantLinear if chosen.static else QuantizedLinear)(1, 1, device="meta", **options)  # raises what is wrong
+    if chosen.static and chosen.mode is DynamicRangeMode.ASYMMETRIC:
+        raise Unsupported("static activations have zero points that no input_scales give; prepare_qat finds them")
+    if chosen.static and not scales:
+        raise InvalidProblem("input_scales: expected a calibrated scale for each linear of a static scheme, got none")
 
     def replace(name: str, module: nn.Module) -> nn.Module:
         linear = _require_replaceable(module)
         _require_finite(linear.weight)
         if not chosen.static:
-            return QuantizedLinear.from_float(linear, weight_element=chosen.weight, **chosen._activations)
+            return QuantizedLinear.from_float(linear, **options)
         if name not in scales:
             raise InvalidProblem("no calibrated scale: give one in input_scales")
-        return SmoothQuantLinear.from_float(linear, scales[name], weight_element=chosen.weight, **chosen._activations)
+        return SmoothQuantLinear.from_float(linear, scales[name], **options)
 
-    return _replace(model, targets, ignore, replace)
+    report = _replace(model, targets, ignore, replace)
+    report.unmatched += [name for name in scales if name not in report.replaced and name not in report.skipped]
+    return report
 
 
 def prepare_qat(
@@ -124,6 +132,7 @@ def prepare_qat(
         **chosen._activations,
         **options,
     }
+    QATLinear(1, 1, device="meta", **options)  # raises what is wrong with them
 
     def replace(name: str, module: nn.Module) -> nn.Module:
         return QATLinear.from_float(_require_replaceable(module), **options)
@@ -140,6 +149,7 @@ def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), igno
     def replace(name: str, module: nn.Module) -> nn.Module:
         if not isinstance(module, QATLinear):
             raise Unsupported(f"is a {type(module).__name__}, not a QATLinear: call prepare_qat first")
+        _require_no_hooks(module)
         _require_finite(module.weight)
         return module.convert()
 
@@ -249,9 +259,26 @@ def _require_replaceable(module: nn.Module) -> nn.Linear:
     require_linear(module)
     if type(module) is not nn.Linear:
         raise Unsupported(f"is a {type(module).__name__}, which may do more than an nn.Linear")
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
-        raise Unsupported("has hooks, which would be lost: remove them or add them afterwards")
+    _require_no_hooks(module)
     return module
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _require_no_hooks(module: nn.Module) -> None:
+    """Pruning and torch's older weight norm are hooks too, without which the weight is that of the last forward."""
+    if any(getattr(module, name) for name in _HOOKS):
+        raise Unsupported("has hooks, which would be lost: remove them, as prune.remove does, or add them afterwards")
 
 
 def _require_finite(weight: Tensor) -> None:

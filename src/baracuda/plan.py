@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from .backends.registry import Value, choose
 from .checks import Checker, contiguous_strides, row_stride
@@ -106,6 +107,8 @@ class SelectedPlan:
         if self._workspace_size and not self._check.holds(workspace, self._workspace_size, WORKSPACE_ALIGNMENT):
             self._check_workspace(workspace)
         self._launch(operands, workspace)
+        # As torch's own operators do: autograd and whoever keeps something worked out must see that these have changed.
+        increment_version([value for i in self.output_indices if (value := operands[i]) is not None])  # type: ignore[misc]
 
     def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
         """Raises unless operand i can be written to `value`, seen as `shape`, whatever strides the kernel takes."""
@@ -179,7 +182,11 @@ class Plan(SelectedPlan, Generic[D, A]):
         if preference is not None:
             _require_type("preference", preference, PlanPreference, "; a device is a keyword, as in device='cpu'")
         super().__init__(desc.problem(self.op), device, preference)
-        self.descriptor = desc
+        self.descriptor, self.preference = desc, preference
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, also in another process, is selected there: kernels do not travel."""
+        return type(self), (self.descriptor, self.device, self.preference)
 
     @classmethod
     def select(
@@ -222,10 +229,10 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """A device as tensors report it: a CUDA device always has its index."""
     try:
         resolved = torch.get_default_device() if device is None else torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError) as error:
         raise InvalidProblem(f"device: expected one torch knows, got {device!r}: {error}") from None
     if resolved.type != "cuda":
-        return resolved
+        return torch.device(resolved.type)  # an index there says nothing
     if not torch.cuda.is_available():
         raise Unsupported(f"device {resolved}: torch {torch.__version__} sees no CUDA GPU here; use device='cpu'")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index

@@ -82,7 +82,8 @@ class FakeQuantize(nn.Module):
             return
         asymmetric = self.mode is DynamicRangeMode.ASYMMETRIC
         # NaN until a batch has set it: a module used too early shows.
-        unset, zeros = torch.full(self.scale_shape, torch.nan), torch.zeros(self.scale_shape)
+        unset = torch.full(self.scale_shape, torch.nan, dtype=torch.float32)
+        zeros = torch.zeros(self.scale_shape, dtype=torch.float32)
         if strategy == "learned":
             self.scale = nn.Parameter(unset)
             self.zero_point = nn.Parameter(zeros) if asymmetric else None
@@ -154,7 +155,7 @@ class FakeQuantize(nn.Module):
         """The scale and zero point for x, after the observer has seen it."""
         if self.strategy == "dynamic":
             return self._choose(x.detach(), self.scope)
-        if self.observer is not None and self.observing and self.training:
+        if self.observer is not None and self.observing and self.training and not _recomputes():
             self.observer(x)
             self._set(*self.observer.range())
         elif self.strategy == "learned" and self.training and not self.initialised:
@@ -238,9 +239,15 @@ class FakeQuantize(nn.Module):
         for name, value in self._state():
             if value.dtype != before[name].dtype:
                 value.data = before[name].to(value.device)
+                if value.grad is not None:
+                    value.grad = value.grad.to(value.dtype)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, value in self._state():
+            stored = state_dict.get(prefix + name)
+            if isinstance(stored, Tensor) and stored.is_floating_point() and value.is_floating_point():
+                state_dict[prefix + name] = stored.to(value.dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if self.strategy == "learned" and prefix + "scale" in state_dict:
             self.initialised = not bool(self.scale.isnan().any())
@@ -251,3 +258,8 @@ class FakeQuantize(nn.Module):
     def extra_repr(self) -> str:
         parts = [self.strategy, str(self.scope), f"{self.element.value}[{self.q_min}, {self.q_max}]", self.mode.value]
         return ", ".join(parts if self.enabled else [*parts, "disabled"])
+
+
+def _recomputes() -> bool:
+    """Whether activation checkpointing runs a forward again, inside a backward: the same batch, seen before."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

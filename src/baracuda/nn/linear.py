@@ -61,8 +61,7 @@ class IntegerLinear(nn.Module):
         self.weight_element = ElementKind.of(weight_element)
         self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
         self.q_min, self.q_max = self._range(q_min, q_max)
-        if self.weight_element not in (ElementKind.S8, ElementKind.S4):
-            raise Unsupported(f"weight_element: expected s8 or s4, got {self.weight_element.value}")
+        require_computable(self.weight_element, self.activation, self.mode, self.q_min, self.q_max)
         stored = packed_shape((out_features, in_features), self.weight_element)
         self.register_buffer("weight", torch.zeros(stored, dtype=self.weight_element.dtype, device=device))
         self.register_buffer("weight_scale", torch.ones(out_features, 1, dtype=torch.float32, device=device))
@@ -284,6 +283,15 @@ def require_linear(module: nn.Module) -> None:
         raise Unsupported(f"weight is {weight.dtype}: expected one of {', '.join(kind.value for kind in FLOATS)}")
 
 
+def require_computable(
+    weight: ElementKind, activation: ElementKind, mode: DynamicRangeMode, q_min: int, q_max: int
+) -> None:
+    """Raise unless there is a linear of such integers."""
+    Problem(
+        QuantizeKind.QUANTIZED_LINEAR, (1, 1, 1), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight
+    )  # fmt: skip
+
+
 def under_autocast(x: Tensor) -> Tensor:
     """What autocast makes of a linear's input."""
     dtype = autocast_dtype(x)
@@ -292,6 +300,8 @@ def under_autocast(x: Tensor) -> Tensor:
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
     """The type autocast multiplies x in; x's own where there is none."""
+    if x.is_meta:  # for which autocast has no answer
+        return x.dtype
     device = "cuda" if x.is_cuda else x.device.type  # which takes five times as long
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x.dtype

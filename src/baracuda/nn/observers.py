@@ -21,8 +21,8 @@ class Observer(nn.Module):
     def __init__(self, scope: Scope = PerTensor(), scale_shape: Shape = ()) -> None:
         super().__init__()
         self.scope, self.scale_shape = scope, tuple(scale_shape)
-        self.register_buffer("low", torch.full(self.scale_shape, float("inf")))
-        self.register_buffer("high", torch.full(self.scale_shape, float("-inf")))
+        self.register_buffer("low", torch.full(self.scale_shape, float("inf"), dtype=torch.float32))
+        self.register_buffer("high", torch.full(self.scale_shape, float("-inf"), dtype=torch.float32))
 
     def forward(self, x: Tensor) -> None:
         if x.numel():
@@ -103,7 +103,7 @@ class Percentile(Observer):
         self.percentile, self.bins = percentile, bins
         rows = torch.Size(self.scale_shape).numel()
         self.register_buffer("counts", torch.zeros(rows, bins, dtype=torch.int64))
-        self.register_buffer("limit", torch.zeros(rows))
+        self.register_buffer("limit", torch.zeros(rows, dtype=torch.float32))
 
     def see(self, x: Tensor) -> None:
         low, high = self.extremes(x)

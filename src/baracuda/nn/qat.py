@@ -13,7 +13,7 @@ from ..functional import dynamic_range
 from ..scope import PerChannel, PerTensor, PerToken
 from ..types import DynamicRangeMode, ElementKind
 from .fake_quantize import FakeQuantize, Strategy
-from .linear import QuantizedLinear, SmoothQuantLinear, require_linear, under_autocast
+from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear, under_autocast
 from .observers import MovingAverage, Observer
 
 
@@ -66,6 +66,8 @@ class QATLinear(nn.Linear):
             observer=observer,
             observer_options=observer_options,
         )
+        act = self.activation_fake_quantize
+        require_computable(self.weight_element, act.element, act.mode, act.q_min, act.q_max)
         if not self.weight.is_meta:
             self._follow_weight()
 
@@ -82,8 +84,9 @@ class QATLinear(nn.Linear):
         return made.train(linear.training)
 
     def _follow_weight(self) -> None:
-        """Move to the weight's device, and start its scale, where that is learned, at its range."""
-        self.to(self.weight.device)
+        """Round on the weight's device, and start its scale, where that is learned, at its range."""
+        for fake in (self.weight_fake_quantize, self.activation_fake_quantize):
+            fake.to(self.weight.device)
         if self.weight_fake_quantize.strategy == "learned" and not self.weight.is_meta:
             self.weight_fake_quantize.initialise(self.weight)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -26,14 +27,16 @@ class Layout:
 
     def __init__(self, p: Problem) -> None:
         m, n, k = p.shape
+        self.dynamic = p.op is QuantizeKind.QUANTIZED_LINEAR
         rows_worth_unpacking = m >= _UNPACK_FROM or not p.weight.is_packed
+        # A zero point that comes with a symmetric problem still counts.
+        limit = (p if self.dynamic else replace(p, mode=DynamicRangeMode.ASYMMETRIC)).accumulator_limit
         self.library = (
             _cpu.has_exact_int8_dot()
-            and k <= min(p.accumulator_limit, _LIBRARY_LIMIT)
+            and 1 < k <= min(limit, _LIBRARY_LIMIT)  # of one column torch._int_mm writes nothing
             and rows_worth_unpacking
-            and min(m, n, k) > 0
+            and min(m, n) > 0
         )
-        self.dynamic = p.op is QuantizeKind.QUANTIZED_LINEAR
         self.shifts = self.library and p.quantized is ElementKind.U8
         # The zero point of a static linear may be given or not; only a call knows.
         self.sums = self.library and (self.shifts or not self.dynamic or p.mode is DynamicRangeMode.ASYMMETRIC)
@@ -115,7 +118,7 @@ class Bound:
         native, layout, weight = self.native, self.layout, cast(Tensor, weight)
         m, n, k = self.shape
         address, weight_pitch = weight.data_ptr(), pitch(weight)
-        if not layout.library:
+        if not layout.library or _overlap(act_pitch, k) or _overlap(weight_pitch, weight.shape[1]):
             threads = threads_for(m * n * max(k, 1))
             native.small(act, act_pitch, address, weight_pitch, scales, _address(out), threads)
             return
@@ -134,9 +137,19 @@ class Bound:
             native.shift(act, act_pitch, base + layout.shifted.start, threads_for(m * k))
             act_q = _view(workspace, layout.shifted, torch.int8, (m, k))
         acc = _view(workspace, layout.acc, torch.int32, (m, n))
-        torch._int_mm(cast(Tensor, act_q), weight.t(), out=acc)
+        torch._int_mm(_rows(cast(Tensor, act_q)), _rows(weight).t(), out=acc)
         shift = 128 if layout.shifts else 0
         native.epilogue(acc.data_ptr(), scales, sums, shift, _address(out), threads_for(m * n))
+
+
+def _overlap(row_pitch: int, length: int) -> bool:
+    """Whether rows begin inside each other, which the library does not take."""
+    return row_pitch != DENSE and row_pitch < length
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """The same; a lone row, which may have any stride, with one that the library understands."""
+    return matrix if matrix.shape[0] > 1 else matrix.as_strided(matrix.shape, (matrix.shape[1], 1))
 
 
 def _address(value: Value) -> int:

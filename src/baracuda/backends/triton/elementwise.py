@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .handover import take_over
-from .numerics.conversions import load_scale, load_zero_point, loop_bound, narrow, split_index, widen
+from .numerics.conversions import as_offset, load_scale, load_zero_point, loop_bound, narrow, split_index, widen
 from .numerics.division import divide_gradient, exact_divide, invert, prepare
 from .numerics.rounding import (
     FAR,
@@ -244,7 +244,7 @@ def columns(
         program = tl.num_programs(0) - 1 - program
     above, block = split_index(program, blocks, factor, shift, False)
     row, row_block = split_index(above, row_blocks, row_factor, row_shift, WIDE)
-    column, first = (block.to(tl.int64) if WIDE else block) * COLS, row_block * (LINES * ITERS)
+    column, first = as_offset(block, WIDE) * COLS, row_block * (LINES * ITERS)
     index = column + tl.arange(0, COLS)[None, :]
     keep = None if MASK == NEVER else index < inner
     scale = load_scale(scale_ptr, row * inner + index, keep, F64)

@@ -18,7 +18,7 @@ from ...types import SUM_LANES, SUM_STEPS
 from ..registry import Launch, Value
 from .handover import take_over
 from .launch import Build, Step, in_turn
-from .numerics.conversions import load_scale, load_zero_point, loop_bound, narrow, widen
+from .numerics.conversions import as_offset, load_scale, load_zero_point, loop_bound, narrow, widen
 from .numerics.division import divide_gradient, exact_divide, invert
 from .numerics.rounding import MAGIC_F32, MAGIC_F64, awkward
 from .packing import lanes
@@ -108,13 +108,11 @@ def blocks(
     dense in memory: the run, or the inner axis of strided segments.
     """
     take_over(EARLY)
-    program = tl.program_id(0)
+    program, run = as_offset(tl.program_id(0), WIDE), as_offset(run, WIDE)
     group, unit = program, program * 0
     if not WHOLE:
         group, unit = (program * 0, program) if ALONE else (program % segment_blocks, program // segment_blocks)
     repeat, start = unit // run_blocks, unit % run_blocks * LANES * STEPS
-    if WIDE:
-        repeat, start, run = repeat.to(tl.int64), start.to(tl.int64), run.to(tl.int64)
     if STRIDED:
         inner_blocks = tl.cdiv(inner, SEGMENTS)
         row, column = group // inner_blocks, group % inner_blocks * SEGMENTS + tl.arange(0, SEGMENTS)[None, :]

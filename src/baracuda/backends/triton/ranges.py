@@ -26,7 +26,7 @@ from .extremes import (
     wider,
 )
 from .handover import take_over
-from .numerics.conversions import INF, loop_bound, narrow, split_index, widen
+from .numerics.conversions import INF, as_offset, loop_bound, narrow, split_index, widen
 from .numerics.division import prepare_positive, times
 from .numerics.rounding import (
     HELD,
@@ -126,9 +126,9 @@ def rows(
 ):  # fmt: skip
     """Contiguous segments of up to PARTS times COLS elements, LINES of them a program."""
     take_over(EARLY)
-    index = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    index = as_offset(tl.program_id(0), WIDE) * LINES + tl.arange(0, LINES)
     line = index[:, None]
-    start = (line.to(tl.int64) if WIDE else line) * width
+    start = line * width
     masked: tl.constexpr = MASK != NEVER
     place = (start, 0, line, lines, width, 0)
     parts = load_parts(x_ptr, place, COLS, 0, masked, PARTS, COLS)
@@ -160,7 +160,7 @@ def blocks(
     column = block * COLS
     line = tl.arange(0, LINES)[:, None]
     masked: tl.constexpr = MASK != NEVER
-    place = ((row * run + line) * inner, column, line, run, inner, LINES * inner)
+    place = ((row * run + line) * inner, column, line, run, inner, LINES * as_offset(inner, WIDE))
     parts = load_parts(x_ptr, place, 0, LINES, masked, PARTS, COLS)
     lows, highs = extremes(parts, place, SYMMETRIC, 0, LINES, masked, PARTS, COLS)
     low, high = span_of(lows, highs, 0, SYMMETRIC)
@@ -220,7 +220,7 @@ def long_rows(
     take_over(EARLY)
     index = tl.program_id(0) + tl.arange(0, LINES)
     line = index[:, None]
-    start = (line.to(tl.int64) if WIDE else line) * width
+    start = as_offset(line, WIDE) * width
     across: tl.constexpr = PARTS * COLS
     lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
     for column in range(0, loop_bound(width), across):
@@ -253,15 +253,12 @@ def partial(
 ):  # fmt: skip
     """The range of one chunk of a segment made of runs: `items` tiles, taken in turns by `chunks` programs."""
     take_over(EARLY)
-    program = tl.program_id(0)
+    program = as_offset(tl.program_id(0), WIDE)
     row, chunk = program % rows, program // rows
     lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
     across: tl.constexpr = PARTS * COLS
     for item in range(loop_bound(chunk), loop_bound(items), loop_bound(chunks)):
-        top, left = item // column_blocks, item % column_blocks
-        if WIDE:
-            top, left = top.to(tl.int64), left.to(tl.int64)
-        top, left = top * LINES, left * across
+        top, left = item // column_blocks * LINES, item % column_blocks * across
         line = top + tl.arange(0, LINES)[:, None]
         place = ((line * rows + row) * run, left, line, repeat, run, 0)
         inside = (top + LINES <= repeat) & (left + across <= run)
@@ -281,16 +278,14 @@ def partial_columns(
 ):  # fmt: skip
     """The ranges of COLS neighbouring strided segments over `span` lines of their run."""
     take_over(EARLY)
-    program = tl.program_id(0)
+    program = as_offset(tl.program_id(0), WIDE)
     column, above = program % column_blocks * COLS, program // column_blocks
     row, chunk = above % rows, above // rows
     lows, highs = nothing_yet(x_ptr.dtype.element_ty, SYMMETRIC, LINES, COLS)
     end = tl.minimum(chunk * span + span, run)
     for first in range(loop_bound(chunk * span), loop_bound(end), PARTS * LINES):
-        line = first + tl.arange(0, LINES)[:, None]
-        if WIDE:
-            line = line.to(tl.int64)
-        place = ((row * run + line) * inner, column, line, run, inner, LINES * inner)
+        line = as_offset(first + tl.arange(0, LINES)[:, None], WIDE)
+        place = ((row * run + line) * inner, column, line, run, inner, LINES * as_offset(inner, WIDE))
         parts = load_parts(x_ptr, place, 0, LINES, MASK != NEVER, PARTS, COLS)
         lows, highs = wider(lows, highs, parts, place, SYMMETRIC, 0, LINES, MASK != NEVER, PARTS, COLS)
     index = column + tl.arange(0, COLS)

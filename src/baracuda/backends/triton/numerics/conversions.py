@@ -25,6 +25,12 @@ def loop_bound(n):
 
 
 @triton.jit
+def as_offset(n, WIDE: tl.constexpr):
+    """An index or a size in the bits that offsets into the tensor take: before it is multiplied, not after."""
+    return n.to(tl.int64) if WIDE else n
+
+
+@triton.jit
 def split_index(n, by, factor, shift, WIDE: tl.constexpr):
     """(n // by, n % by) of an index of 31 bits, by what `static.division` says of a number known at the launch alone.
 
