@@ -163,8 +163,6 @@ inline M widened(int code, const void* data, int64_t i) {
     return value;
 }
 
-inline int64_t packed(int64_t n) { return (n + 1) / 2; }
-
 // q holds one element a byte, the first at an even index; an odd tail is padded with 0.
 inline void pack(const uint8_t* q, int64_t n, uint8_t* to) {
     IVDEP for (int64_t i = 0; i < n / 2; ++i) to[i] = uint8_t((q[2 * i] & 15) | q[2 * i + 1] << 4);

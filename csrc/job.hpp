@@ -25,8 +25,8 @@ enum Activation : int { NONE, RELU, GELU, SILU, ACTIVATION_COUNT };
 
 enum Element : int { F16, BF16, F32, F64, S8, U8, S4, U4, ELEMENT_COUNT };
 
-ALWAYS_INLINE bool is_float(int element) { return element <= F64; }
 ALWAYS_INLINE bool is_packed(int element) { return element >= S4; }
+ALWAYS_INLINE int64_t packed(int64_t n) { return (n + 1) / 2; }
 ALWAYS_INLINE int64_t bytes_of(int element) { return element == F64 ? 8 : element == F32 ? 4 : element <= BF16 ? 2 : 1; }
 
 constexpr int32_t MAX_ZERO_POINT = (1 << 24) - 256;

@@ -210,7 +210,7 @@ public:
         job.zero_point_out = reinterpret_cast<int32_t*>(checked(zero_point_out, p_.asymmetric ? segments_ : 0, "zero_point_out"));
         if (p_.op != CHOOSE_QPARAMS) {
             const bool pairs = p_.op == DYNAMIC_QUANTIZE && is_packed(p_.quantized);
-            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, pairs ? (p_.last + 1) / 2 : p_.last);
+            job.out = rows_of(checked(out, numel_, "output"), p_.last, DENSE, pairs ? packed(p_.last) : p_.last);
         }
         job.keys = reinterpret_cast<int64_t*>(checked(workspace_address, workspace(), "workspace"));
         nb::gil_scoped_release released;
@@ -242,7 +242,7 @@ private:
               int64_t zero_point_number, uint64_t out) const {
         Job job = begin();
         const bool backward = p_.op >= QUANTIZE_BACKWARD, packs = is_packed(p_.quantized);
-        const int64_t units = packs ? (p_.last + 1) / 2 : p_.last;
+        const int64_t units = packs ? packed(p_.last) : p_.last;
         if (p_.op == DEQUANTIZE) {
             job.x = rows_of(checked(x, numel_, "input"), p_.last, x_pitch, units);
         } else if (p_.op != DEQUANTIZE_BACKWARD) {

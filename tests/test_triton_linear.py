@@ -156,8 +156,8 @@ else:
     @pytest.mark.parametrize("quantize", [False, True])
     @pytest.mark.parametrize("m", [1, 16])
     def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, activation) -> None:
-        choose = linear_tune.fused if quantize else linear_tune.skinny
-        config = choose(m, 14336, 4096, 132)
+        sizes = 14336, 4096, 132
+        config = linear_tune.fused(*sizes) if quantize else linear_tune.skinny(m, *sizes)
         residual = VECTOR.bfloat16() if activation is Activation.GELU else None
         forms, epilogue = hopper_launch.scale_forms(VECTOR, None, VECTOR, None, 1, residual, activation)
         epilogue = ("given", *epilogue[1:]) if quantize else epilogue

@@ -29,7 +29,7 @@ def on_huge_pages(fresh: Tensor) -> Tensor:
     """Put a tensor nobody has written to yet on huge pages, used before if there are any that wait.
 
     Where the system does not know the requests, nothing changes. The memory comes back here when the last tensor over
-    it is gone; until then it is the tensor's own, though such a tensor cannot be resized to more than it has.
+    it is gone; until then it is the tensor's own, though such memory cannot be resized.
     """
     if _KNOWN:
         view = memoryview(block := _block(-(-fresh.nbytes // _PAGE) * _PAGE))

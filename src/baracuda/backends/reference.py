@@ -321,7 +321,7 @@ def _matmul(
     if see.p.weight.is_packed:
         weight = unpack_int4(weight, see.p.weight, see.p.shape[2])
     centred = (act_q.to(torch.int32) - zero_point).to(torch.float64)
-    acc = centred @ weight.to(torch.float64).T
+    acc = centred @ weight.to(torch.float64).T + 0.0  # integers have no zero that is negative
     scale_w = as_tensor(weight_scale, see.math, see.device)
     y = activated(linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math), see.p.activation)
     if residual is not None:

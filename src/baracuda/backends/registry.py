@@ -33,7 +33,7 @@ class Launch(Protocol):
     def __call__(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None: ...
 
 
-#: Strides a kernel takes in place: any; row-strided inputs (all axes but the first collapse); contiguous tensors only.
+#: Strides a kernel takes in place: any; row-strided inputs (all axes but the last collapse); contiguous tensors only.
 Strides = Literal["any", "rows", "contiguous"]
 
 

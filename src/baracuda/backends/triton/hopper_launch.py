@@ -226,8 +226,8 @@ def _skinny(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable
 
 def fused_gemm(p: Problem, device: torch.device, f: Factors, rooms: Rooms, apart: Launch) -> Launch:
     """Floats in, floats out, one launch: every program quantizes the few rows for itself."""
-    m, n, k = p.shape
-    config = tune.fused(m, n, k, processors_of(device))
+    _, n, k = p.shape
+    config = tune.fused(n, k, processors_of(device))
     return _streaming(p, device, f._replace(x=0), rooms, apart, config, quantize=True)
 
 

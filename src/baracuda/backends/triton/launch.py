@@ -194,7 +194,6 @@ class Step:
         self.kernel, self.programs, self.device, self.build = kernel, programs, device, build
         self.sizes, self.constants = dict(sizes), dict(constants)
         self.unaligned = self.constants | dict(unaligned or {})
-        self._direct: Launch | None = None
 
     def bound(self, *sources: Source) -> Launch:
         """The launch whose arguments come from these sources."""
@@ -206,11 +205,6 @@ class Step:
             self.kernel[(self.programs,)](*arguments, *self.sizes.values(), **self.constants)
 
         return interpret
-
-    def __call__(self, *arguments: Value) -> None:
-        if self._direct is None:
-            self._direct = self.bound(*range(len(arguments)))
-        self._direct(arguments, None)
 
     def _prepare(self, arguments: list[Value], aligned: bool) -> _host.Kernel:
         forms = list(map(_form, arguments, self.kernel.arg_names))

@@ -102,7 +102,7 @@ def _hopper_rooms(p: Problem, device: torch.device) -> Rooms:
     elif m <= tune.SKINNY_TOKENS:
         split = tune.skinny(m, n, k, processors_of(device)).split
         if _fuses(p):
-            split = max(split, tune.fused(m, n, k, processors_of(device)).split)
+            split = max(split, tune.fused(n, k, processors_of(device)).split)
         if split > 1:
             rooms.cut("parts", torch.int32, split, m, n)
     else:
@@ -180,7 +180,7 @@ def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
     from .linear_kernels import matmul
 
     m, n, k = p.shape
-    config = tune.portable(m, n, k)
+    config = tune.portable(m)
     shift = 128 if p.quantized is ElementKind.U8 else 0
     constants = {
         "PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR,
@@ -250,13 +250,13 @@ def _fuses(p: Problem) -> bool:
 
 
 def _describe_portable(p: Problem, device: torch.device) -> str:
-    return f"{epilogue_formula(p)}; {tune.portable(*p.shape)}"
+    return f"{epilogue_formula(p)}; {tune.portable(p.shape[0])}"
 
 
 def _describe_hopper(p: Problem, device: torch.device) -> str:
     m, n, k = p.shape
     if _fuses(p):
-        schedule = f"{tune.fused(m, n, k, processors_of(device))}, quantizes on the way"
+        schedule = f"{tune.fused(n, k, processors_of(device))}, quantizes on the way"
     elif m <= tune.SKINNY_TOKENS and p.mode is DynamicRangeMode.SYMMETRIC:
         schedule = str(tune.skinny(m, n, k, processors_of(device)))
     else:

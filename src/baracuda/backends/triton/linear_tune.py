@@ -117,10 +117,9 @@ def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
     return Skinny(tokens, rows, step, stages, min(_splits(steps), key=cost), programs, tiles)
 
 
-def fused(m: int, n: int, k: int, processors: int) -> Skinny:
-    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to 16 tokens."""
-    rows, programs = 64, 2
-    tokens, step, stages = (8, 512, 3) if m <= 8 else (16, 256, 6)
+def fused(n: int, k: int, processors: int) -> Skinny:
+    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to FUSED_TOKENS."""
+    rows, programs, tokens, step, stages = 64, 2, 8, 512, 3
     tiles, steps = -(-n // rows), -(-k // step)
     split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors, 6))
     return Skinny(tokens, rows, step, stages, split, programs)
@@ -148,7 +147,7 @@ class Portable:
         return f"{self.m}x{self.n}x{self.k}, {self.stages} stages"
 
 
-def portable(m: int, n: int, k: int) -> Portable:
+def portable(m: int) -> Portable:
     if m <= 16:
         return Portable(16, 64, 128, 4, 4)
     if m <= 32:
