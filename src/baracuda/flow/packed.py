@@ -44,6 +44,20 @@ class PackedLinear(nn.Module):
         scale = self.weight_scale if self.weight_scale.dtype is dtype else self.weight_scale.float()
         return dequantize(nibbles, scale, scope=PerGroup(self.group_size), element="s4", dtype=dtype)
 
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a float, in the scales' type, made for each asking: model code looks at its type or shape.
+
+        It is marked as transformers marks what it has loaded, so that no initialization writes to it.
+        """
+        dtype = self.weight_scale.dtype
+        if self.weight_scale.is_meta:
+            weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+        else:
+            weight = self.dequantized_weight(dtype)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
+
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.to(x.dtype) if isinstance(self.bias, Tensor) else None
         return nn.functional.linear(x, self.dequantized_weight(x.dtype), bias)

@@ -17,6 +17,7 @@ from .experts import stacked_experts
 from .names import Names, match_names
 from .patterns import matches
 from .scheme import FLOATS, Scheme
+from .surroundings import casts_to_its_type, needs_float_weights
 
 #: Used when transformers does not know the model. The report says so.
 RULES = (
@@ -53,16 +54,25 @@ class Structure:
     modules: dict[str, str] = field(default_factory=dict)
     #: Which stored tensor is which of the transformers model.
     names: Names = field(default_factory=Names)
+    #: The model whose initialization in transformers fails on packed Linears.
+    needs_float: str | None = None
 
     def notes(self) -> list[str]:
         """What a reader of the checkpoint should know."""
-        if not any(_EXPERTS.match(module) for module in self.left):
-            return []
-        return [
-            "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-            "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, with a "
-            "--group-size that divides their columns, packs them, and everybody reads those."
-        ]
+        notes = []
+        if any(_EXPERTS.match(module) for module in self.left):
+            notes.append(
+                "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
+                "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, "
+                "with a --group-size that divides their columns, packs them, and everybody reads those."
+            )
+        if self.needs_float is not None:
+            notes.append(
+                "transformers' own reader of compressed-tensors cannot open this checkpoint: its "
+                f"{self.needs_float} asks Linears for a float weight when it has loaded, and packed ones have none. "
+                "baracuda.load opens it; --scheme w8a8 packs nothing."
+            )
+        return notes
 
     def ignore(self) -> list[str]:
         """Names for the config: readers must not expect these to be quantized. Numbered families become patterns."""
@@ -110,6 +120,9 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
     _require_whole_families(structure)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
+    if model is not None and scheme.packed:
+        packed = [structure.modules[module] for module in structure.linears.values() if module in structure.modules]
+        structure.needs_float = type(model).__name__ if needs_float_weights(model, packed) else None
     return structure
 
 
@@ -252,6 +265,13 @@ def stays_float(name: str, module: torch.nn.Linear) -> str | None:
     return "the module around it multiplies by its weight itself" if _ends_in(name, TAKEN_APART) else None
 
 
+def _casts(model: torch.nn.Module, name: str) -> str | None:
+    """Why a Linear stays float, in every scheme, whose call alone integers could serve; or None."""
+    parent, _, leaf = name.rpartition(".")
+    casts = casts_to_its_type(model.get_submodule(parent), leaf)
+    return "the module around it casts to the type of its weight" if casts else None
+
+
 def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
 
@@ -282,7 +302,7 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> S
             structure.modules[stored] = name
             spoken_for.add(f"{stored}.weight")
             router = "a router, which servers read in floating point" if _ends_in(name, ROUTERS) else None
-            reason = router or stays_float(name, module)
+            reason = router or stays_float(name, module) or _casts(model, name)
             if reason is None:
                 structure.linears[f"{stored}.weight"] = stored
             else:
