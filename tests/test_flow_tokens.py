@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
 import torch
+from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint
 from baracuda.flow.calibrate import read_sequences
+from baracuda.flow.structure import quiet
 from baracuda.flow.tensorfile import write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -73,3 +76,89 @@ def test_negative_tokens_are_refused(opt: Path, tmp_path: Path) -> None:
     with pytest.raises(FlowError, match="labels: expected token numbers from 0 up, got -100; leave padding"):
         quantize_checkpoint(opt, tmp_path / "out", activations="static", calibration=data)
     assert not (tmp_path / "out").exists()
+
+
+# -- models that want more than tokens ---------------------------------------------------------------------------
+
+
+VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+SOUND = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+TEXTS = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+#: Model -> the sizes of its config, and what it says itself.
+OTHERS: dict[str, tuple[dict[str, Any], str]] = {
+    "ViTForImageClassification": ({**VISION, "num_attention_heads": 4}, "NoneType"),
+    "WhisperForConditionalGeneration": (
+        {**SOUND, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": 160, **models._TOKENS},
+        "NoneType",
+    ),
+    "T5ForConditionalGeneration": ({**TEXTS, "vocab_size": 160}, "You must specify"),
+}
+WITHOUT = {
+    "calibration": ({"activations": "static"}, "use a scheme without calibration: w8a8 or w4a16"),
+    "evaluation": ({}, "drop --evaluate"),
+}
+
+
+def save(name: str, directory: Path, **sizes: Any) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    kind = getattr(transformers, name)
+    torch.manual_seed(1)
+    with quiet():
+        model: nn.Module = kind(kind.config_class(**sizes)).eval()
+        model.save_pretrained(directory)
+    return model
+
+
+@pytest.mark.parametrize("use", WITHOUT)
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_model_that_does_not_run_on_tokens_is_told_before_anything_is_done(
+    name: str, use: str, tmp_path: Path
+) -> None:
+    (sizes, says), (options, remedy) = OTHERS[name], WITHOUT[use]
+    save(name, tmp_path / "model", **sizes)
+    done: list[str] = []
+    message = rf"{use}: expected a model that runs on tokens alone; {name} does not \(.*{says}.*\); {remedy}$"
+    with pytest.raises(FlowError, match=message):
+        quantize_checkpoint(
+            tmp_path / "model",
+            tmp_path / "out",
+            **options,
+            **{use: models.tokens(tmp_path / "tokens.safetensors")},
+            progress=lambda stage, *_: done.append(stage),
+        )
+    assert not done and not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_that_cannot_be_is_told_before_calibration(opt: Path, tmp_path: Path) -> None:
+    unknown = written(tmp_path / "unknown.safetensors", tokens=torch.full((2, 16), 999))
+    done: list[str] = []
+    with pytest.raises(FlowError, match="evaluation: token 999 is not in the model's vocabulary of 160"):
+        quantize_checkpoint(
+            opt,
+            tmp_path / "out",
+            activations="static",
+            calibration=models.tokens(tmp_path / "tokens.safetensors"),
+            evaluation=unknown,
+            progress=lambda stage, *_: done.append(stage),
+        )
+    assert not done and not (tmp_path / "out").exists()
+
+
+def test_what_is_no_matter_of_tokens_is_not_called_one(opt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("no memory left")
+
+    from transformers import OPTForCausalLM
+
+    monkeypatch.setattr(OPTForCausalLM, "forward", full)
+    data = models.tokens(opt.parent / "tokens.safetensors")
+    with pytest.raises(torch.OutOfMemoryError):
+        quantize_checkpoint(opt, opt.parent / "out", evaluation=data)
+
+
+def test_a_classifier_is_evaluated_by_its_logits(tmp_path: Path) -> None:
+    """It has a row of them for a sequence, and nothing to take the mean of."""
+    save("BertForSequenceClassification", tmp_path / "model", **models._SIZES, num_labels=16)
+    data = models.tokens(tmp_path / "tokens.safetensors")
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", evaluation=data)
+    assert 0.99 < report["evaluation"]["cosine"]["min"] <= report["evaluation"]["cosine"]["mean"] < 1

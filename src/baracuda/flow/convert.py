@@ -118,6 +118,7 @@ class Run:
             return self._ended()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
         try:
+            self._rehearse()
             preparation = self._prepare()
         except Exception:
             if self.team.leads:
@@ -189,6 +190,14 @@ class Run:
             file.require_unchanged()
         self._together(keep)
         return made
+
+    def _rehearse(self) -> None:
+        """An evaluation that cannot be ends the run here, where nothing is done yet."""
+        if self.evaluation is not None:
+            from .prepare import rehearse  # needs transformers
+
+            model, data = self.source.directory, self.evaluation
+            self._together(lambda: rehearse(model, data, self.options, self.device))
 
     def _plan(self, shard: str) -> list[Entry]:
         stored: list[Entry] = []

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .calibrate import batches, read_sequences
+from .calibrate import batches
 from .load import load
-from .prepare import arguments, float_model, generates, require_readable
+from .prepare import arguments, float_model, generates, readable
 from .report import sqnr_db
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ def evaluate(
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
     causal = generates(original)
-    sequences = read_sequences(data, model_dir, samples=options.samples, length=options.sequence_length, blocks=causal)
-    require_readable(original, sequences, "evaluation")
+    sequences = readable(original, model_dir, data, options, "evaluation", device)
     compare: _Logits | _Embeddings = _Logits() if causal else _Embeddings()
     seconds = {"float": 0.0, "quantized": 0.0}
     made, tokens = batches(sequences), 0
@@ -84,13 +83,14 @@ class _Logits:
 
 
 class _Embeddings:
-    """The cosine between the mean embeddings of each sequence."""
+    """The cosine between the mean embeddings of each sequence; between its logits, where a model classifies it."""
 
     def __init__(self) -> None:
         self.cosines: list[float] = []
 
     def add(self, exact: Tensor, noisy: Tensor, tokens: Tensor) -> None:
-        self.cosines += functional.cosine_similarity(exact.mean(1), noisy.mean(1)).tolist()
+        one, other = (x.mean(1) if x.ndim == 3 else x.reshape(len(x), -1) for x in (exact, noisy))
+        self.cosines += functional.cosine_similarity(one, other).tolist()
 
     def result(self) -> dict[str, Any]:
         return {"cosine": {"mean": sum(self.cosines) / len(self.cosines), "min": min(self.cosines)}}

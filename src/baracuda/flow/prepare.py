@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,7 @@ TRACE_SHAPE = (2, 11)
 
 def float_model(directory: Path, device: torch.device) -> nn.Module:
     """The checkpoint as transformers loads it."""
-    require_transformers("calibration runs the model")
+    require_transformers("calibration and evaluation run the model")
     return read_model(directory, model_config(directory), "auto").to(device).eval()
 
 
@@ -55,10 +57,7 @@ def prepare(
     progress: Progress,
 ) -> Preparation:
     model = float_model(source.directory, device)
-    sequences = read_sequences(
-        data, source.directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
-    )
-    require_readable(model, sequences, "calibration")
+    sequences = readable(model, source.directory, data, options, "calibration", device)
     names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
     folds = analyse(model, set(names), device)
     keep_rows = scheme.smooth and options.alpha == "auto"
@@ -85,6 +84,41 @@ def prepare(
     return prepared
 
 
+def rehearse(directory: Path, data: Path, options: Options, device: torch.device) -> None:
+    """Raise where the evaluation would fail on the model as it is: before anything is made, not when all is."""
+    readable(float_model(directory, device), directory, data, options, "evaluation", device)
+
+
+def readable(
+    model: nn.Module, directory: Path, data: Path, options: Options, use: str, device: torch.device
+) -> list[Tensor]:
+    """The sequences of `data`, once the model has run on a few of their tokens."""
+    sequences = read_sequences(
+        data, directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
+    )
+    require_readable(model, sequences, use)
+    few = sequences[0][: TRACE_SHAPE[1]].expand(TRACE_SHAPE[0], -1).to(device)
+    with on_tokens_alone(model, use), torch.no_grad():
+        model(input_ids=few, **arguments(model))[0].float()
+    return sequences
+
+
+@contextmanager
+def on_tokens_alone(model: nn.Module, use: str) -> Iterator[None]:
+    """What a model raises that wants images, sounds or a second text besides, in a sentence."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # that is another matter
+    except Exception as error:  # each model fails in its own way on what it did not get
+        told = (str(error).strip().splitlines() or ["without a word"])[0][:200]
+        remedy = {"calibration": "use a scheme without calibration: w8a8 or w4a16", "evaluation": "drop --evaluate"}
+        raise FlowError(
+            f"{use}: expected a model that runs on tokens alone; {type(model).__name__} does not "
+            f"({type(error).__name__}: {told}); {remedy[use]}"
+        ) from error
+
+
 def require_readable(model: nn.Module, sequences: list[Tensor], data: str) -> None:
     """Raise where the model has no embedding for a token of this data, or none for its place."""
     config = getattr(model, "config", None)
@@ -104,12 +138,8 @@ def analyse(model: nn.Module, wanted: set[str], device: torch.device) -> Folds:
     vocabulary = int(getattr(getattr(model, "config", None), "vocab_size", 0) or 2)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, TRACE_SHAPE, generator=generator).to(device)
-    try:
+    with on_tokens_alone(model, "calibration"):
         record, outputs = trace(model, {"input_ids": tokens, **arguments(model)})
-    except (TypeError, ValueError) as error:
-        raise FlowError(
-            f"{type(model).__name__} does not run on tokens alone, so it cannot be calibrated: {error}"
-        ) from None
     return find_folds(record, outputs, wanted)
 
 
