@@ -12,9 +12,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from baracuda import __version__, demo
-from baracuda.cli import app
-from baracuda.flow.tensorfile import write_tensors
+from baracuda import __version__, demo, flow
+from baracuda.cli import app, console
+from baracuda.flow.tensorfile import read_tensors, write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()
@@ -134,6 +134,26 @@ def test_what_cannot_be_verified_is_not_called_wrong(
     assert run.invoke(app, ["quantize", "model", "-o", "out"]).exit_code == 0
     done = run.invoke(app, ["verify", *arguments])
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_names_and_paths_are_printed_whole_however_narrow_the_page(
+    width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = models.plain_checkpoint(tmp_path / "model"), tmp_path / "checkpoints" / ("out" * 30)
+    monkeypatch.setattr(console, "_width", width)
+    done = run.invoke(app, ["quantize", str(source), "-o", str(out)])
+    assert done.exit_code == 0 and f"{out}/baracuda_report.html" in re.sub(r"\s", "", done.output)
+    shard, scale = out / "model-00001-of-00002.safetensors", "model.layers.0.mlp.down_proj.weight_scale"
+    tensors = read_tensors(shard)
+    tensors[scale][0] = float("nan")
+    write_tensors(shard, tensors, {"format": "pt"})
+    [finding] = flow.verify(out)
+    done = run.invoke(app, ["verify", str(out)])
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
+    code, where, what = ("".join(cells) for cells in zip(*rows, strict=True))
+    assert done.exit_code == 1 and (code, where) == (finding.code, finding.where) and scale in where
+    assert what.replace(" ", "") == finding.message.replace(" ", "")
 
 
 @pytest.mark.parametrize("command", ["info", "demo"])

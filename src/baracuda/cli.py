@@ -144,7 +144,9 @@ def verify(
         _require_checkpoints(out, against)
         findings = check(out, against)
     if findings:
-        table = Table("finding", "where", "what", title=f"{len(findings)} finding{'s' * (len(findings) > 1)}")
+        # A name that was cut short could not be looked for: what does not fit goes on in the next line.
+        columns = (Column(name, overflow="fold") for name in ("finding", "where", "what"))
+        table = Table(*columns, title=f"{len(findings)} finding{'s' * (len(findings) > 1)}")
         for finding in findings:
             table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
         console.print(table)
@@ -226,7 +228,7 @@ def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
 
 
 def _summary(content: dict[str, Any], out: Path) -> Table:
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in demo.summary(content):
         table.add_row(name, value)
     table.add_row("report", str(out / "baracuda_report.html"))
