@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from baracuda import __version__, demo, flow
 from baracuda.cli import app, console
+from baracuda.flow import convert
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -115,6 +116,39 @@ def test_a_finished_run_is_told_from_another(tmp_path: Path) -> None:
     ):
         done = run.invoke(app, [*other, "--resume"])
         assert done.exit_code == 2 and message in done.output and "12 Linears" not in done.output
+
+
+def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out, whole = models.plain_checkpoint(tmp_path / "model"), tmp_path / "out", tmp_path / "whole"
+    command = ["quantize", str(source), "-o", str(out)]
+    started = convert.ShardJob.run
+
+    def interrupted(job: convert.ShardJob, names: list[str]) -> object:
+        if job.source.path.name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        return started(job, names)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert.ShardJob, "run", interrupted)
+        done = run.invoke(app, command)
+    said = f"stopped: what is finished stays in {out}; repeat the command with --resume to go on"
+    assert done.exit_code == 130 and done.output.splitlines()[-1] == said
+    assert run.invoke(app, [*command, "--resume"]).exit_code == 0
+    assert run.invoke(app, ["quantize", str(source), "-o", str(whole)]).exit_code == 0
+    assert models.contents(out) == models.contents(whole)
+
+
+def test_ctrl_c_before_anything_is_written_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = models.plain_checkpoint(tmp_path / "model")
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convert, "find_linears", interrupted)
+    done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out")])
+    assert done.exit_code == 130 and done.output == "stopped: nothing was written\n"
+    monkeypatch.setenv("RANK", "1")
+    assert run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out")]).output == ""
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def quantize(
     resume: Annotated[bool, typer.Option(help="Go on with a run that was killed.")] = False,
 ) -> None:
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
-    with _errors():
+    with _errors(), _interrupted(out):
         from .flow import quantize_checkpoint
         from .flow.convert import is_complete
 
@@ -174,6 +174,26 @@ def _errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+@contextmanager
+def _interrupted(out: Path) -> Iterator[None]:
+    """Ctrl-C ends a run where it can go on, and it says how."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from .flow.journal import FOLDER
+
+        told = "nothing was written"
+        if (out / FOLDER).exists():
+            told = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
+        if _first_rank():
+            console.print(f"[yellow]stopped: {told}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _require_checkpoints(out: Path, against: Path | None) -> None:
     """Raise where there is nothing to verify or to compare with: that is no finding about a checkpoint."""
     from .flow import FlowError
@@ -203,7 +223,6 @@ def _alpha(text: str) -> float | str:
 @contextmanager
 def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
     """A bar for each stage, with the time left. Only the first rank draws."""
-    quiet = os.environ.get("RANK", "0") != "0"
     columns = (
         TextColumn("{task.description:>10}"),
         BarColumn(),
@@ -211,7 +230,7 @@ def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[label]}", style="dim"),
     )
-    drawn = Progress(*columns, console=console, disable=quiet)
+    drawn = Progress(*columns, console=console, disable=not _first_rank())
     tasks: dict[str, TaskID] = {}
 
     def progress(stage: str, done: int, total: int, label: str) -> None:
