@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import models
@@ -9,7 +13,7 @@ import pytest
 import torch
 
 import baracuda
-from baracuda.flow import FlowError, quantize_checkpoint, verify
+from baracuda.flow import CheckpointError, FlowError, quantize_checkpoint, verify
 from baracuda.flow.packed import PackedLinear
 from baracuda.flow.structure import quiet
 from baracuda.nn import QuantizedLinear, SmoothQuantLinear
@@ -179,3 +183,31 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
 def test_a_float_checkpoint_is_not_loaded_as_a_quantized_one(llama: tuple[torch.nn.Module, Path]) -> None:
     with pytest.raises(FlowError, match="no quantization_config"):
         baracuda.load(llama[1])
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8 static", "w4a16"])
+def test_a_loaded_model_is_pickled_and_another_process_runs_it(
+    name: str, llama: tuple[torch.nn.Module, Path], tmp_path: Path
+) -> None:
+    _, directory = llama
+    calibration = directory.parent / "tokens.safetensors" if name == "w8a8 static" else None
+    quantize_checkpoint(directory, tmp_path / "out", calibration=calibration, **SCHEMES[name][0])
+    model = baracuda.load(tmp_path / "out")
+    with torch.no_grad():
+        logits = model(models.prompt()).logits
+    assert torch.equal(pickle.loads(pickle.dumps(model))(models.prompt()).logits, logits)
+    (tmp_path / "model.pickle").write_bytes(pickle.dumps((model, models.prompt(), logits)))
+    code = (
+        "import pickle, sys, torch\n"
+        "model, tokens, logits = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert torch.allclose(model(tokens).logits, logits, atol=1e-5)\n"  # another process may have other threads
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pickle")], check=True)
+
+
+def test_an_error_about_a_checkpoint_survives_the_way_between_processes() -> None:
+    error = CheckpointError("bad-config", "config.json: what is wrong with it")
+    error.add_note("while loading")
+    back = pickle.loads(pickle.dumps(error))
+    assert (type(back), back.code, str(back)) == (CheckpointError, error.code, str(error))
+    assert back.__notes__ == ["while loading"] and copy.copy(error).code == "bad-config"

@@ -6,6 +6,7 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ..errors import BaracudaError
 
@@ -16,6 +17,10 @@ class CheckpointError(BaracudaError):
     def __init__(self, code: str, message: str) -> None:
         self.code = code
         super().__init__(message)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Exceptions are pickled by `args`, which hold the message alone; a pool of processes hands them on so."""
+        return type(self), (self.code, *self.args), self.__dict__
 
 
 class FlowError(BaracudaError):

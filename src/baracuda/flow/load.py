@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +11,8 @@ from torch import nn
 from ..plan import resolve_device
 from .checkpoint import read_json
 from .errors import FlowError, some
-from .experts import SERIALIZED, float_experts
-from .packed import PackedLinear
-from .patterns import matches
-from .scheme import STORED, Scheme, parse_config
-from .structure import model_class, model_config, quiet, stays_float
+from .scheme import STORED, parse_config
+from .structure import model_class, model_config, quiet
 from .verify import require_stored
 
 
@@ -33,9 +29,10 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
     require_transformers("baracuda.load builds transformers models")
     require_stored(directory, scheme)
-    _register()
+    from .quantizer import METHOD  # needs transformers, and tells it about our modules
+
     config = model_config(directory)
-    config.quantization_config = {"quant_method": "baracuda", "compressed_tensors": quantization}
+    config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
     return read_model(directory, config, dtype or "auto").to(device).eval()
 
 
@@ -75,66 +72,8 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Mod
     return model
 
 
-def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
-    """An empty module of the checkpoint's shape for a float one, where its weights are about to be loaded."""
-    from ..nn import QuantizedLinear, SmoothQuantLinear
-
-    n, k, bias, device = linear.out_features, linear.in_features, linear.bias is not None, linear.weight.device
-    if scheme.packed:
-        return PackedLinear(k, n, bias, scheme.group_size, device=device, dtype=dtype)
-    kind = SmoothQuantLinear if scheme.activations == "static" else QuantizedLinear
-    return kind(k, n, bias, device=device, dtype=dtype)
-
-
 def require_transformers(why: str) -> None:
     try:
         import transformers  # noqa: F401
     except ImportError:
         raise FlowError(f"{why}: pip install 'baracuda[flow]'") from None
-
-
-@cache
-def _register() -> None:
-    """Tell transformers how to load what baracuda runs: a quantizer that puts our modules where the config says."""
-    from transformers.core_model_loading import ConversionOps
-    from transformers.quantizers import HfQuantizer
-    from transformers.quantizers.auto import register_quantization_config, register_quantizer
-    from transformers.utils.quantization_config import QuantizationConfigMixin
-
-    class Config(QuantizationConfigMixin):  # type: ignore[misc]
-        def __init__(self, compressed_tensors: dict[str, Any] | None = None, **_: Any) -> None:
-            self.quant_method = "baracuda"
-            self.compressed_tensors = compressed_tensors or {}
-
-    class FloatExperts(ConversionOps):  # type: ignore[misc]
-        def __init__(self, quantizer: Any) -> None:
-            self.scheme = parse_config(quantizer.quantization_config.compressed_tensors)
-
-        def convert(self, input_dict: Any, *_: Any, model: Any, full_layer_name: str, **__: Any) -> dict[str, Any]:
-            return float_experts(self.scheme, input_dict, model.get_parameter(full_layer_name).dtype)
-
-    class Quantizer(HfQuantizer):  # type: ignore[misc]
-        serialized_names: ClassVar[dict[str, list[str]]] = {"weight": list(SERIALIZED)}
-
-        def get_load_operations(self) -> dict[str, Any]:
-            return {"dequantize": FloatExperts}
-
-        def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-            config = self.quantization_config.compressed_tensors
-            scheme, ignore = parse_config(config), config["ignore"]
-            for name, module in list(model.named_modules()):
-                if not isinstance(module, nn.Linear) or stays_float(name, module) is not None:
-                    continue
-                if not any(matches(pattern, name) for pattern in ignore):
-                    model.set_submodule(name, quantized_linear(module, scheme, module.weight.dtype))
-            self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-        def is_serializable(self) -> bool:
-            return False
-
-        @property
-        def is_trainable(self) -> bool:
-            return False
-
-    register_quantization_config("baracuda")(Config)
-    register_quantizer("baracuda")(Quantizer)
