@@ -419,3 +419,19 @@ def test_an_output_that_is_no_tensor_is_told_with_and_without_gradients() -> Non
     for x in (X, X.clone().requires_grad_()):
         with pytest.raises(InvalidProblem, match=r"expected a torch\.int8 tensor.*got"):
             baracuda.quantize(x, 0.1, out="a")  # type: ignore[call-overload]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_jit_cannot_record_is_told_with_what_can() -> None:
+    module = baracuda.nn.QuantizedLinear.from_float(torch.nn.Linear(6, 3))
+    with pytest.raises(Unsupported, match=r"torch\.jit cannot record it; use torch\.export"):
+        torch.jit.trace(module, X)
+
+
+@pytest.mark.parametrize("numel", [2**60, 2**70])
+def test_a_tensor_that_no_memory_holds_is_an_error_of_ours(numel: int) -> None:
+    desc = baracuda.QuantizePerTensorDescriptor(numel, -128, 127, "f32", "s8")
+    with pytest.raises(InvalidProblem, match=r"less than 2\*\*58 elements"):
+        baracuda.QuantizePerTensorPlan.select(desc, device="cpu")
+    with pytest.raises(InvalidProblem, match=r"less than 2\*\*58 elements"):
+        baracuda.QuantizedLinearPlan.select(baracuda.QuantizedLinearDescriptor(2**40, 2**40, 8), device="cpu")

@@ -284,3 +284,21 @@ def test_a_zero_point_that_a_symmetric_problem_did_not_announce_is_summed_exactl
     act, weight = torch.full((20, k), -128, dtype=torch.int8), torch.full((16, k), -128, dtype=torch.int8)
     (y,) = plan_for(p).compute((act, 1.0, 127, weight, 1.0, None, None, None))
     assert (y == (-128 - 127) * -128 * k).all()
+
+
+def test_scales_and_zero_points_with_gaps_between_their_rows_are_read_as_they_lie() -> None:
+    x = torch.randn(4, 6, 8)
+    scale, zero_point = (torch.rand(4, 9) + 0.01)[:, :6], torch.randint(-9, 9, (4, 9), dtype=torch.int32)[:, :6]
+    dense = scale.contiguous(), zero_point.contiguous()
+    for function in (baracuda.quantize, baracuda.fake_quantize):
+        found = function(x, scale, zero_point, scope=baracuda.PerToken())
+        assert torch.equal(found, function(x, *dense, scope=baracuda.PerToken()))
+
+
+def test_a_zero_point_in_a_tensor_that_no_activation_can_have_is_the_nearest_that_one_can() -> None:
+    act, weight = torch.randint(-128, 128, (2, 3, 5), dtype=torch.int8)
+    far, near = (
+        baracuda.smoothquant_linear(act, weight, 0.1, 0.1, act_zero_point=torch.tensor([z], dtype=torch.int32))
+        for z in (300, 127)
+    )
+    assert torch.equal(far, near)

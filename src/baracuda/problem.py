@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from itertools import combinations
+from math import prod
 from numbers import Integral, Real
 from typing import cast
+
+import torch
 
 from .errors import InvalidProblem, Unsupported
 from .scope import PerTensor, PerToken, Scope, Shape, View, require_scope
@@ -21,6 +25,9 @@ from .types import (
     OpCategory,
     QuantizeKind,
 )
+
+#: What leaves room for sizes in bytes and bits, and for a tile over the end, in 64-bit offsets.
+MAX_ELEMENTS = 2**58
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +56,23 @@ class Problem:
     def __post_init__(self) -> None:
         self._require_elements()
         self._require_choices()
-        if any(type(size) is not int or size < 0 for size in self.shape):
-            raise InvalidProblem(f"{self.op.value}: expected non-negative integer sizes, got shape {list(self.shape)}")
+        self._require_sizes()
         self._require_range()
         self.scope.view(self.shape)
         if OPS[self.op].dynamic:
             self._require_dynamic()
+
+    def _require_sizes(self) -> None:
+        if any(type(size) is not int or size < 0 for size in self.shape):
+            if torch._C._get_tracing_state() is not None:  # where sizes are tensors
+                raise Unsupported(f"{self.op.value}: torch.jit cannot record it; use torch.export or torch.compile")
+            raise InvalidProblem(f"{self.op.value}: expected non-negative integer sizes, got shape {list(self.shape)}")
+        linear = OPS[self.op].category is OpCategory.GEMM
+        tensors = combinations(self.shape, 2) if linear else (self.shape,)
+        if any(prod(sizes) >= MAX_ELEMENTS for sizes in tensors):
+            raise InvalidProblem(
+                f"{self.op.value}: expected tensors of less than 2**58 elements, got shape {list(self.shape)}"
+            )
 
     def _require_elements(self) -> None:
         row = OPS[self.op]
