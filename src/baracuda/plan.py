@@ -212,7 +212,7 @@ class Plan(SelectedPlan, Generic[D, A]):
         return Support()
 
     def run(self, args: A, workspace: Tensor | None = None, *, stream: torch.cuda.Stream | None = None) -> None:
-        """Launch on torch's current stream, or on `stream`."""
+        """Launch on torch's current stream, or on `stream`. The workspace shares memory with no argument."""
         if stream is None:
             self.launch(self.operands(args), workspace)
         else:

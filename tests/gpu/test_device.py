@@ -19,6 +19,7 @@ from baracuda import (
     PerToken,
     PlanPreference,
     QuantizeKind,
+    Scope,
 )
 from baracuda.backends.triton import tune
 from baracuda.plan import SelectedPlan
@@ -273,6 +274,29 @@ def test_more_than_two_to_the_31_elements_work(scope: PerTensor | PerToken | Per
         part = step[rows] if isinstance(scope, PerToken) else step
         expected = torch.round(x[rows].float() / part).clamp(-127, 127).to(torch.int8)
         assert torch.equal(q[rows], expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "scope"),
+    [((2**31 + 4096, 2), PerToken()), ((4, 2**30), PerGroup(4, axis=0)), ((256, 2**24), PerChannel(1))],
+    ids=str,
+)
+def test_strides_and_numbers_of_segments_beyond_31_bits_work(shape: tuple[int, int], scope: Scope) -> None:
+    if torch.cuda.mem_get_info()[0] < 32 * 2**30:
+        pytest.skip("needs 32 GiB of free device memory")
+    p = Problem(QuantizeKind.DYNAMIC_QUANTIZE, shape, ElementKind.BF16, ElementKind.S8, -127, 127, scope)
+    plan = SelectedPlan(p, torch.device(DEVICE), TRITON)
+    along = 1 if isinstance(scope, PerToken) else 0
+    values = torch.arange(1, shape[along] + 1, dtype=torch.bfloat16, device=DEVICE)
+    x = values.view([-1, 1] if along == 0 else [1, -1]).expand(shape).contiguous()
+    scale = torch.empty(p.segment_shape, device=DEVICE)
+    q = torch.full(shape, 77, dtype=torch.int8, device=DEVICE)
+    workspace = torch.empty(max(plan.workspace_size(), 1), dtype=torch.uint8, device=DEVICE)
+    plan.launch((x, scale, None, q), workspace)
+    wanted = torch.round(values.float() / scale.flatten()[0]).to(torch.int8)
+    assert scale.min() == scale.max() == values.max().float() / 127
+    for i, each in enumerate(wanted):
+        assert bool((q.select(along, i) == each).all()), i
 
 
 SCALES = [
