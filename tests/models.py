@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +131,12 @@ def contents(directory: Path) -> dict[str, bytes]:
                 data = json.dumps(report).encode()
             files[str(path.relative_to(directory))] = data
     return files
+
+
+def save_built(build: Callable[[], nn.Module], directory: Path) -> nn.Module:
+    """A model that transformers made, as it saves it."""
+    torch.manual_seed(1)
+    with quiet():
+        model = build().eval()
+        model.save_pretrained(directory)  # type: ignore[operator]
+    return model

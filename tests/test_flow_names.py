@@ -106,14 +106,6 @@ CASES: dict[Callable[[], nn.Module], tuple[dict[str, Tensor], tuple[str, str], d
 }
 
 
-def save(build: Callable[[], nn.Module], directory: Path) -> nn.Module:
-    torch.manual_seed(1)
-    with quiet():
-        model = build().eval()
-        model.save_pretrained(directory)
-    return model
-
-
 def output(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     with torch.no_grad(), quiet():
         made = model(**inputs)
@@ -125,7 +117,7 @@ def test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs(
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     inputs, (stored, name), left = CASES[build]
-    model = save(build, tmp_path / "model")
+    model = models.save_built(build, tmp_path / "model")
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     quantized = {layer["name"] for layer in report["layers"]}
     reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
@@ -140,7 +132,7 @@ def test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs(
 
 def test_transformers_reads_a_renamed_model_as_we_do(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
-    model = save(llava, tmp_path / "model")
+    model = models.save_built(llava, tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     with quiet():
         theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
@@ -154,7 +146,7 @@ def test_transformers_reads_a_renamed_model_as_we_do(tmp_path: Path) -> None:
 
 
 def test_smoothing_changes_the_tensors_of_a_renamed_model_under_the_names_of_the_file(tmp_path: Path) -> None:
-    model = save(llava, tmp_path / "model")
+    model = models.save_built(llava, tmp_path / "model")
     tokens = models.tokens(tmp_path / "tokens.safetensors")
     report = quantize_checkpoint(
         tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", calibration=tokens, ignore=["*vision*"]

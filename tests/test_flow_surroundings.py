@@ -63,14 +63,6 @@ def llama() -> nn.Module:
 BUILDS = [t5, umt5, mamba, modernbert, falcon, deepseek_v32, llama]
 
 
-def save(build: Callable[[], nn.Module], directory: Path) -> nn.Module:
-    torch.manual_seed(1)
-    with quiet():
-        model = build().eval()
-        model.save_pretrained(directory)
-    return model
-
-
 def logits(model: nn.Module) -> Tensor:
     inputs = {"input_ids": models.prompt()}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -83,7 +75,7 @@ def logits(model: nn.Module) -> Tensor:
 def test_packed_weights_are_loaded_and_compute_what_they_stand_for(
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
-    model = save(build, tmp_path / "model")
+    model = models.save_built(build, tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w4a16", group_size=16)
     assert verify(tmp_path / "out", tmp_path / "model") == []
     before, ours = logits(model), baracuda.load(tmp_path / "out")
@@ -111,7 +103,7 @@ def test_the_report_says_so_exactly_where_transformers_cannot_open_the_checkpoin
     build: Callable[[], nn.Module], tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors")
-    model = save(build, tmp_path / "model")
+    model = models.save_built(build, tmp_path / "model")
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w4a16", group_size=16)
     told = [note for note in report["notes"] if f"cannot open this checkpoint: its {type(model).__name__}" in note]
     try:
@@ -126,7 +118,7 @@ def test_the_report_says_so_exactly_where_transformers_cannot_open_the_checkpoin
 def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     """Mamba asks for the weight of out_proj alone."""
     pytest.importorskip("compressed_tensors")
-    model = save(mamba, tmp_path / "model")
+    model = models.save_built(mamba, tmp_path / "model")
     options: dict[str, Any] = {"scheme": "w4a16", "group_size": 16, "ignore": "*.out_proj"}
     assert not quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)["notes"]
     with quiet():
@@ -136,7 +128,7 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
 def test_a_linear_whose_input_is_cast_to_the_type_of_its_weight_stays_float(scheme: str, tmp_path: Path) -> None:
-    model = save(deepseek_v32, tmp_path / "model")
+    model = models.save_built(deepseek_v32, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
     reasons = {entry["name"]: entry["reason"] for entry in report["left"]}

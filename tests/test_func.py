@@ -77,6 +77,20 @@ def test_a_qat_linear_is_a_function_of_its_parameters(strategy: Any) -> None:
     assert torch.allclose(samples["weight"].sum(0), grad(loss)(detached, x)["weight"], rtol=1e-9)
 
 
+def test_a_learned_zero_point_outside_of_a_batch_has_its_gradient() -> None:
+    x, zero_point = 200 * batch(), torch.tensor(3.0, dtype=torch.float64)
+
+    def whole(zero_point: Tensor) -> Tensor:
+        return baracuda.fake_quantize(x, 0.3, zero_point).square().sum()
+
+    def each(zero_point: Tensor) -> Tensor:
+        result: Tensor = vmap(lambda row: baracuda.fake_quantize(row, 0.3, zero_point))(x).square().sum()
+        return result
+
+    assert grad(whole)(zero_point) != 0
+    assert torch.allclose(grad(each)(zero_point), grad(whole)(zero_point), rtol=1e-12)
+
+
 def test_forward_mode_is_refused_with_the_way_that_is_there() -> None:
     x = batch()
     with pytest.raises(baracuda.Unsupported, match=r"use reverse mode, as torch\.func\.vjp"):

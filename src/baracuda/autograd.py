@@ -89,7 +89,7 @@ class _Transformed(_Recorded):
     def forward(  # type: ignore[override]
         op: QuantizeKind, shape: Shape, key: Key, size: int | None, factor: float, *inputs: Value
     ) -> tuple[Tensor, ...]:
-        return _returned(op, compute(op, OPERATORS[op].with_integers(inputs), shape, key, size, factor))
+        return _returned(op, compute(op, inputs, shape, key, size, factor))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
