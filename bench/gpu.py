@@ -253,6 +253,7 @@ def compile_ahead(chosen: list[Problem], jobs: int, peers: bool) -> None:
 
 def _run_once(p: Problem, peers: bool) -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.empty_cache()  # what the problem before has left: workers share the device's memory
     plan = SelectedPlan(p, device, PlanPreference(prefer_backend=BackendKind.TRITON))
     values = operands(p, device)
     plan.launch(values, plan.allocate_workspace())

@@ -125,17 +125,27 @@ def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
     assert (fused > 0) == divides
 
 
-@pytest.mark.parametrize("scope", [PerToken(), PerChannel(1)], ids=str)
-def test_gradients_and_what_is_four_times_its_input_are_streamed(scope: Scope) -> None:
+@pytest.mark.parametrize("scope", [PerToken(), PerChannel(1), PerGroup(32)], ids=str)
+def test_gradients_and_what_is_four_times_its_input_are_streamed_if_they_do_not_fit_in_the_cache(
+    scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baracuda.backends.triton import tune
+
     def streams(op: QuantizeKind, element: ElementKind, kind: ElementKind) -> bool:
         names = instructions(elementwise_ptx(op, scope, element, kind, Arithmetic.DIVIDE))
         (found,) = {name.startswith("st.global.cs") for name in names if name.startswith("st.global")}
         return found
 
     for element in FLOATS:
+        written = math.prod(SHAPE) * element.dtype.itemsize
+        monkeypatch.setattr(tune, "cache_of", lambda device, nbytes=written: nbytes)
+        assert not streams(QuantizeKind.DEQUANTIZE, element, ElementKind.U4)
+        assert not streams(QuantizeKind.FAKE_QUANTIZE_BACKWARD, element, ElementKind.S8)
+        monkeypatch.setattr(tune, "cache_of", lambda device, nbytes=written: nbytes - 1)
         assert streams(QuantizeKind.DEQUANTIZE, element, ElementKind.S8) == (element is not ElementKind.BF16)
         assert streams(QuantizeKind.DEQUANTIZE, element, ElementKind.U4)
         assert streams(QuantizeKind.FAKE_QUANTIZE_BACKWARD, element, ElementKind.S8)
+        assert not streams(QuantizeKind.DEQUANTIZE_BACKWARD, element, ElementKind.S8)
         assert not streams(QuantizeKind.FAKE_QUANTIZE, element, ElementKind.S8)
         assert not streams(QuantizeKind.QUANTIZE, element, ElementKind.S8)
 

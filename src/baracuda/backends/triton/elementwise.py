@@ -126,18 +126,18 @@ def finish_tile(
     tile, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, WAY: tl.constexpr,
     MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
     RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    STREAM: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Compute and store what was loaded."""
     if PARTS > 1:
         half: tl.constexpr = PARTS // 2
         finish_tile(
             tile[0], out_ptr, scale, zero_point, start, column, width, valid, MASKED, WAY, MAY_BE_NAN, HAS_ZP,
-            PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, half, COLS, VECTOR,
+            PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, half, COLS, VECTOR,
         )  # fmt: skip
         finish_tile(
             tile[1], out_ptr, scale, zero_point, start, column + half * COLS, width, valid, MASKED, WAY, MAY_BE_NAN,
-            HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, half, COLS, VECTOR,
+            HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, half, COLS, VECTOR,
         )  # fmt: skip
     else:
         a, dy = tile
@@ -152,10 +152,7 @@ def finish_tile(
         else:
             columns = column + lanes(COLS, VECTOR)[None, :]
             mask = valid & (columns < width) if MASKED else None
-            # What leaves the cache first leaves room for inputs. Worth it for gradients and for fourfold widening.
-            widens: tl.constexpr = OP == DEQUANTIZE and dtype.primitive_bitwidth >= (16 if PACKED else 32)
-            streams: tl.constexpr = widens or OP == FAKE_QUANTIZE_BACKWARD
-            tl.store(out_ptr + start + columns, y, mask=mask, cache_modifier=".cs" if streams else "")
+            tl.store(out_ptr + start + columns, y, mask=mask, cache_modifier=".cs" if STREAM else "")
 
 
 @triton.jit
@@ -163,20 +160,20 @@ def one_tile(
     a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr,
     MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
     RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    STREAM: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """A tile with one scale a line, or a column. Loaded first: elements are under way while scales are looked at."""
     tile = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, PARTS, COLS, VECTOR)
     args = (tile, out_ptr, scale, zero_point, start, column, width, valid)
     if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
         finish_tile(
-            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64,
+            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64,
             PARTS, COLS, VECTOR,
         )  # fmt: skip
     else:
         finish_tile(
-            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64,
-            PARTS, COLS, VECTOR,
+            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM,
+            F64, PARTS, COLS, VECTOR,
         )  # fmt: skip
 
 
@@ -184,8 +181,9 @@ def one_tile(
 def dense(
     a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, rows, blocks, factor, shift, SEGMENT: tl.constexpr,
     MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr, WIDE: tl.constexpr,
-    PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr, EARLY: tl.constexpr = False,
+    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, STREAM: tl.constexpr, F64: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
     take_over(EARLY)
@@ -209,23 +207,23 @@ def dense(
     args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid)
     if MASK == NEVER:
         one_tile(
-            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
-            VECTOR,
+            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
     elif MASK == ALWAYS:
         one_tile(
-            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
-            VECTOR,
+            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
     elif (first + LINES <= lines) & (column + PARTS * COLS <= width):
         one_tile(
-            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
-            VECTOR,
+            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
     else:
         one_tile(
-            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, PARTS, COLS,
-            VECTOR,
+            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
+            COLS, VECTOR,
         )  # fmt: skip
 
 
@@ -233,9 +231,9 @@ def dense(
 def columns(
     a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, blocks, factor, shift, row_blocks, row_factor,
     row_shift, BACKWARDS: tl.constexpr, MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, F64: tl.constexpr,
-    WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, ITERS: tl.constexpr, VECTOR: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, STREAM: tl.constexpr,
+    F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, ITERS: tl.constexpr,
+    VECTOR: tl.constexpr, EARLY: tl.constexpr = False,
 ):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
     take_over(EARLY)
@@ -257,7 +255,7 @@ def columns(
         start, valid = (row * run + line) * inner, line < run
         one_tile(
             a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, inner, valid, MASK != NEVER, may_be_nan, has_zp,
-            True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, 1, COLS, VECTOR,
+            True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, 1, COLS, VECTOR,
         )  # fmt: skip
     elif divides(OP, RECIPROCAL) and awkward(scale, zero_point, has_zp, F64):
         for top in range(loop_bound(first), loop_bound(end), LINES):
@@ -266,8 +264,8 @@ def columns(
             tile = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, 1, COLS, VECTOR)
             args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
-                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, F64, 1, COLS,
-                VECTOR,
+                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, 1,
+                COLS, VECTOR,
             )  # fmt: skip
     else:
         for top in range(loop_bound(first), loop_bound(end), LINES):
@@ -279,7 +277,7 @@ def columns(
             args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
             finish_tile(
                 *args, MASK != NEVER, PLAIN, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH,
-                F64, 1, COLS, VECTOR,
+                STREAM, F64, 1, COLS, VECTOR,
             )  # fmt: skip
 
 

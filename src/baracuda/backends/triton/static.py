@@ -29,6 +29,8 @@ _BACKWARD = (
     QuantizeKind.FAKE_QUANTIZE_BACKWARD,
 )
 _WORK = {
+    QuantizeKind.QUANTIZE: tune.Work.ONE,
+    QuantizeKind.FAKE_QUANTIZE: tune.Work.BACK,
     QuantizeKind.DEQUANTIZE: tune.Work.LIGHT,
     QuantizeKind.DEQUANTIZE_BACKWARD: tune.Work.LIGHT,
     QuantizeKind.FAKE_QUANTIZE_BACKWARD: tune.Work.TWO,
@@ -64,9 +66,10 @@ def elementwise_step(problem: Problem, device: torch.device, *, again: bool = Fa
     }
     if constants["PACKED"] and not pairs_line_up(problem):
         return _scattered(problem, device, constants)
-    constants |= {"BACKWARDS": again, "WIDE": wide(problem)}
     size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
-    work = _WORK.get(problem.op, tune.Work.ONE)
+    work = _WORK[problem.op]
+    stream = tune.streams(*traffic(problem), tune.cache_of(device), work=work)
+    constants |= {"BACKWARDS": again, "WIDE": wide(problem), "STREAM": stream}
     if view.inner > 1:
         tile = tune.columns(view, size, tune.processors_of(device), work=work, packed=is_packed)
         blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
@@ -123,10 +126,16 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
 
 
 def comes_early(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
-    operands = OPS[problem.op].operands
-    nbytes = sum(prod(each.shape(problem)) * each.elements(problem)[0].dtype.itemsize for each in operands)
     work = _WORK.get(problem.op, tune.Work.ONE)
-    return tune.early(programs, tune.processors_of(device), nbytes, work=work, again=again)
+    return tune.early(programs, tune.processors_of(device), sum(traffic(problem)), work=work, again=again)
+
+
+def traffic(problem: Problem) -> tuple[int, int]:
+    """The bytes of what an operation reads, and of what it writes."""
+    nbytes = {False: 0, True: 0}
+    for operand in OPS[problem.op].operands:
+        nbytes[operand.output] += prod(operand.shape(problem)) * operand.elements(problem)[0].dtype.itemsize
+    return nbytes[False], nbytes[True]
 
 
 def pairs_line_up(problem: Problem) -> bool:
