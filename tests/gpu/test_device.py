@@ -253,6 +253,16 @@ def test_programs_that_walk_far_have_the_bits_of_the_cpu(op: QuantizeKind, kind:
     assert_same_bits(run(Case(p), BackendKind.TRITON, DEVICE), run(Case(p), BackendKind.CPU), p)
 
 
+@pytest.mark.parametrize("scope", [PerToken(), PerChannel(1)], ids=str)
+@pytest.mark.parametrize("op", [QuantizeKind.DEQUANTIZE, QuantizeKind.FAKE_QUANTIZE_BACKWARD], ids=lambda op: op.value)
+def test_outputs_that_leave_the_cache_first_have_the_bits_of_the_cpu(
+    op: QuantizeKind, scope: Scope, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tune, "cache_of", lambda device: 0)
+    p = Problem(op, (1029, 1046), ElementKind.BF16, ElementKind.S4, -8, 7, scope)
+    assert_same_bits(run(Case(p), BackendKind.TRITON, DEVICE), run(Case(p), BackendKind.CPU), p)
+
+
 @pytest.mark.parametrize("scope", [PerTensor(), PerToken(), PerChannel(1)], ids=str)
 def test_more_than_two_to_the_31_elements_work(scope: PerTensor | PerToken | PerChannel) -> None:
     shape = (2**31 // 4096 + 3, 4096)

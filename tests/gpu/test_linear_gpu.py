@@ -152,9 +152,9 @@ def test_sums_beyond_int32_are_exact(kind, m) -> None:
     assert abs(float(results[0][0, 0])) > 2**31
 
 
-@pytest.mark.parametrize("m", [3, 8, 9, 16])
+@pytest.mark.parametrize("m", [3, 8])
 def test_more_tokens_than_pay_off_can_be_quantized_on_the_way_too(m, monkeypatch) -> None:
-    monkeypatch.setattr(linear_tune, "FUSED_TOKENS", 16)
+    monkeypatch.setattr(linear_tune, "FUSED_TOKENS", 8)
     for n, k in ((1032, 1040), (512, 8192)):
         p = problem(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), ElementKind.BF16, DynamicRangeMode.SYMMETRIC)
         for data in ("ordinary", "edges"):

@@ -118,7 +118,7 @@ def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
 
 
 def fused(n: int, k: int, processors: int) -> Skinny:
-    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to FUSED_TOKENS."""
+    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to 8 tokens."""
     rows, programs, tokens, step, stages = 64, 2, 8, 512, 3
     tiles, steps = -(-n // rows), -(-k // step)
     split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors, 6))
