@@ -268,7 +268,7 @@ def test_out_refuses_to_lose_a_gradient() -> None:
 
 
 def test_a_float_zero_point_that_is_not_learned_is_an_error_where_nothing_learns() -> None:
-    with pytest.raises(baracuda.InvalidProblem, match=r"expected an integer tensor, got torch\.float32"):
+    with pytest.raises(baracuda.InvalidProblem, match=r"expected an integer tensor, up to int64, got torch\.float32"):
         baracuda.quantize(data(), 0.1, torch.tensor(1.0))
 
 

@@ -44,6 +44,12 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "x: expected an array torch can read",
     ),
     (
+        "x is nested",
+        lambda: baracuda.quantize(torch.nested.nested_tensor([X[0], X[0, 1:]], layout=torch.jagged), 1.0),
+        InvalidProblem,
+        "a dense tensor, got a nested one",
+    ),
+    (
         "x is sparse",
         lambda: baracuda.quantize(X.to_sparse(), 1.0),
         InvalidProblem,
@@ -93,13 +99,19 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "zero point of floats",
         lambda: baracuda.quantize(X, 1.0, torch.tensor(1.0)),
         InvalidProblem,
-        "an integer tensor, got torch.float32",
+        "an integer tensor, up to int64, got torch.float32",
     ),
     (
         "zero point of bools",
         lambda: baracuda.quantize(X, 1.0, torch.tensor(True)),
         InvalidProblem,
-        "an integer tensor, got torch.bool",
+        "an integer tensor, up to int64, got torch.bool",
+    ),
+    (
+        "zero point that int64 does not hold",
+        lambda: baracuda.quantize(X, 1.0, torch.tensor(2**63, dtype=torch.uint64)),
+        InvalidProblem,
+        r"got torch.uint64; convert it with .to\(torch.int32\)",
     ),
     (
         "zero point elsewhere",

@@ -47,7 +47,7 @@ class Launched:
         monkeypatch.setattr(launch, "loaded", self._loaded)
         monkeypatch.setattr(hopper_launch, "loaded", self._loaded)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        properties = SimpleNamespace(multi_processor_count=132)
+        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 
     def _loaded(self, compiled: Any, programs: int) -> Any:

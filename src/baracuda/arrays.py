@@ -20,6 +20,8 @@ Array = Any
 def as_tensor(value: Any, name: str) -> Tensor:
     """A torch tensor over the same memory. Read-only or reversed NumPy arrays, which torch cannot hold, are copied."""
     if isinstance(value, Tensor):
+        if value.is_nested:
+            raise InvalidProblem(f"{name}: expected a dense tensor, got a nested one; call .to_padded_tensor(0.0)")
         if value.layout is not torch.strided:
             raise InvalidProblem(f"{name}: expected a dense tensor, got layout {value.layout}; call .to_dense()")
         return value
@@ -45,8 +47,11 @@ def segment_values(
         if zero_point.dtype.is_floating_point and learned:
             if not keep:
                 zero_point = zero_point.round().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
-        elif zero_point.dtype.is_floating_point or zero_point.dtype is torch.bool:
-            raise InvalidProblem(f"zero_point: expected an integer tensor, got {zero_point.dtype}")
+        elif zero_point.dtype.is_floating_point or zero_point.dtype in (torch.bool, torch.uint64):
+            raise InvalidProblem(
+                f"zero_point: expected an integer tensor, up to int64, got {zero_point.dtype}; convert it with "
+                ".to(torch.int32)"
+            )
         else:
             zero_point = zero_point.long().clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
     return segment_value(shape, scale, "scale"), zero_point
