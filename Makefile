@@ -6,7 +6,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -nam
 .PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
 	aarch64 slow soak package build clean
 
-demo: .venv/installed  ## a first minute: every scope on a tensor with outliers, then SmoothQuant
+demo: .venv/installed  ## a first minute: a small model, quantized four ways, verified and compared
 	$(BIN)/baracuda demo
 
 info: .venv/installed  ## what runs on this machine
@@ -38,7 +38,8 @@ soak: .venv/installed  ## endurance: random plans from many threads, every resul
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu
 
-# On a machine with an NVIDIA GPU and a CUDA build of torch: the interpreter of that environment, nothing installed.
+# On a machine with an NVIDIA GPU and a CUDA build of torch: the interpreter of that environment; only this package is
+# installed into it.
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
@@ -58,7 +59,7 @@ gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racechec
 docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed
 	$(BIN)/python -m docs.site
 
-mutation: .venv/installed  ## break the reference one line at a time; every mutant must be caught
+mutation: .venv/installed  ## break chosen lines of the reference, one at a time; every mutant must be caught
 	$(BIN)/python tests/mutation.py
 
 package: .venv/installed  ## the sdist, the wheel from it, no stray files in them, and the wheel used in a bare environment

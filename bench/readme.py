@@ -92,8 +92,9 @@ def small_section(run: Run) -> str:
     worst = f", by at most {1 - min(ratios):.1%}" if slower else ""
     shapes = list(dict.fromkeys(tuple(line["shape"]) for line in lines))
     text = [
-        f"Tensors of {' x '.join(map(str, shapes[0]))} and less, {run['date']}: how many times as fast as the kernel "
-        "that torch.compile makes of the formula, whose bits are its own; on the device alone, with data from memory. "
+        f"Tensors of {' x '.join(map(str, shapes[0]))} and less, {run['date']}: how many times as fast as "
+        "torch.compile's kernel for the same formula, which need not give the same bits; on the device alone, with "
+        "data from memory. "
         f"The least and the median over scopes, bf16 and f32; of {len(lines)} rows {slower} are slower{worst}.",
         "",
         f"| operation | {' | '.join(' x '.join(map(str, shape)) for shape in shapes)} |",

@@ -72,11 +72,19 @@ public:
         return true;
     }
 
-    // Whether the workspace is a plain, contiguous tensor on the device with room for `size` bytes, aligned.
-    bool holds(PyObject* workspace, uint64_t size, uint64_t alignment) const {
-        DLTensor tensor;
-        return torch.is_plain(workspace) && read(workspace, tensor) && is_contiguous(tensor) &&
-               bytes_of(tensor) >= size && address_of(tensor) % alignment == 0;
+    // Whether the workspace is a plain, contiguous tensor on the device with room for `size` bytes, aligned, that shares
+    // no memory with an operand.
+    bool holds(PyObject* workspace, PyObject* operands, uint64_t size, uint64_t alignment) const {
+        DLTensor room, other;
+        if (!torch.is_plain(workspace) || !read(workspace, room) || !is_contiguous(room) || bytes_of(room) < size ||
+            address_of(room) % alignment)
+            return false;
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(operands); ++i) {
+            PyObject* value = PyTuple_GET_ITEM(operands, i);
+            if (value == Py_None || PyFloat_CheckExact(value) || PyLong_CheckExact(value)) continue;
+            if (!torch.is_plain(value) || !read(value, other) || !is_contiguous(other) || meet(room, other)) return false;
+        }
+        return true;
     }
 
 private:
@@ -88,11 +96,15 @@ private:
         return out.device.type == device_.type && out.device.index == device_.index;
     }
 
+    // Whether two contiguous tensors share memory.
+    static bool meet(const DLTensor& a, const DLTensor& b) {
+        return address_of(b) < address_of(a) + bytes_of(a) && address_of(a) < address_of(b) + bytes_of(b);
+    }
+
     // An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing.
     bool may_share(const DLTensor& out, const DLTensor& other) const {
-        const uint64_t start = address_of(out), other_start = address_of(other);
-        if (other_start >= start + bytes_of(out) || start >= other_start + bytes_of(other)) return true;
-        if (!elementwise_ || start != other_start || word(out.dtype) != word(other.dtype) || out.ndim != other.ndim)
+        if (!meet(out, other)) return true;
+        if (!elementwise_ || address_of(out) != address_of(other) || word(out.dtype) != word(other.dtype) || out.ndim != other.ndim)
             return false;
         for (int i = 0; i < out.ndim; ++i)
             if (out.strides[i] != other.strides[i] || out.shape[i] != other.shape[i]) return false;

@@ -84,10 +84,10 @@ NB_MODULE(_host, m) {
              })
         .def("fits", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands)); })
         .def("holds",
-             [](const Checker& self, nb::handle workspace, uint64_t size, uint64_t alignment) {
-                 return self.holds(workspace.ptr(), size, alignment);
+             [](const Checker& self, nb::handle workspace, nb::handle operands, uint64_t size, uint64_t alignment) {
+                 return self.holds(workspace.ptr(), tuple_of(operands), size, alignment);
              },
-             nb::arg().none(), nb::arg(), nb::arg());
+             nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
     nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>()).def_ro("version", &Driver::version);
     nb::class_<Kernel>(m, "Kernel")
         .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned, bool>())

@@ -65,6 +65,7 @@ PUBLIC = [
     "Unsupported",
     "WorkspaceTooSmall",
     "__version__",
+    "autograd",
     "choose_qparams",
     "convert",
     "dequantize",
@@ -119,7 +120,7 @@ def test_importing_loads_neither_triton_nor_the_command_line_nor_numpys_friends(
 
 #: Lowest first; a module imports modules of lower lines only, or of its own folder.
 LAYERS = [
-    ["errors", "memory"],
+    ["errors", "memory", "patterns"],
     ["types"],
     ["scope"],
     ["problem", "arrays"],

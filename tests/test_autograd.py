@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import baracuda
 from baracuda import Activation, Arithmetic, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind, Scope
-from baracuda.autograd import dequantize, quantize, segment_sums
+from baracuda.autograd import dequantize, quantize, unordered_sums
 from baracuda.types import FLOATS, ElementKind
 
 SCOPES: list[Scope] = [PerTensor(), PerChannel(0), PerChannel(1), PerToken(), PerGroup(4), PerGroup(3, axis=0)]
@@ -241,7 +241,7 @@ def test_segment_sums_follow_the_scope() -> None:
         ones = torch.zeros(scope.scale_shape(SHAPE), dtype=torch.float64)
         for i in itertools.product(*map(range, ones.shape)):
             ones.zero_()[i] = 1
-            torch.testing.assert_close(segment_sums(x, scope)[i], (x * whole(ones, scope)).sum())
+            torch.testing.assert_close(unordered_sums(x, scope)[i], (x * whole(ones, scope)).sum())
 
 
 def test_checkpointing_and_autocast_change_no_gradient() -> None:

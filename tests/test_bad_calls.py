@@ -260,13 +260,52 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "activation is unknown",
         lambda: baracuda.quantized_linear(X, W, WS, activation="tanh"),
         InvalidProblem,
-        "Activation: expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
+        "activation: expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
     ),
     (
         "the preferred backend is unknown",
         lambda: baracuda.PlanPreference(prefer_backend="cuda"),  # type: ignore[arg-type]
         InvalidProblem,
-        "BackendKind: expected one of 'reference', 'cpu', 'triton', got 'cuda'",
+        "prefer_backend: expected one of 'reference', 'cpu', 'triton', got 'cuda'",
+    ),
+    (
+        "a workspace limit in words",
+        lambda: baracuda.PlanPreference(max_workspace_bytes="a"),  # type: ignore[arg-type]
+        InvalidProblem,
+        "max_workspace_bytes: expected an int or None, got 'a'",
+    ),
+    (
+        "a gradient factor in words",
+        lambda: baracuda.fake_quantize(X, 1.0, grad_factor="a"),  # type: ignore[arg-type]
+        InvalidProblem,
+        "grad_factor: expected a number, got 'a'",
+    ),
+    (
+        "a mode that is none",
+        lambda: baracuda.dynamic_quantize(X, mode="both"),
+        InvalidProblem,
+        "^mode: expected one of 'symmetric', 'asymmetric', got 'both'",
+    ),
+    (
+        "an element that cannot be hashed",
+        lambda: baracuda.quantize(X, 1.0, dtype=([],)),  # type: ignore[arg-type]
+        InvalidProblem,
+        "dtype: expected an element kind",
+    ),
+    (
+        "a size of what is not packed",
+        lambda: baracuda.dequantize(Q, 1.0, size=6),
+        InvalidProblem,
+        "size: expected None for s8, which is not packed, got 6; leave it out",
+    ),
+    (
+        "a shape that is a number",
+        lambda: baracuda.QuantizePerChannelPlan.select(
+            baracuda.QuantizePerChannelDescriptor(4, 0, -128, 127, "f32", "s8"),  # type: ignore[arg-type]
+            device="cpu",
+        ),
+        InvalidProblem,
+        "shape: expected a size for each axis, .*got 4",
     ),
     ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
     (
@@ -343,7 +382,7 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "scales of another scope",
         lambda: baracuda.dequantize(Q, torch.ones(4)),
         InvalidProblem,
-        r"expected shape \[\], got \[4\]; this is the shape for PerTensor\(\), give the scope",
+        r"expected shape \[\], got \[4\]; \[\] is for PerTensor\(\): pass the scope",
     ),
     ("scope is a list", lambda: baracuda.quantize(X, 1.0, scope=["token"]), InvalidProblem, "scope: expected Per"),
     (
@@ -358,7 +397,7 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "forward-mode differentiation",
         lambda: torch.func.jvp(lambda x: baracuda.fake_quantize(x, 0.1), (X,), (X,)),
         Unsupported,
-        "forward-mode differentiation has no formula here; use reverse mode",
+        "forward-mode differentiation is not supported; use reverse mode",
     ),
     ("a group of nothing", lambda: PerGroup(0), InvalidProblem, "an int size of at least 1, got 0"),
     ("a group of True", lambda: PerGroup(True), InvalidProblem, "an int size of at least 1, got True"),

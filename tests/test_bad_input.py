@@ -281,7 +281,7 @@ def test_a_residual_must_not_be_the_output_and_an_activation_must_be_one(name: s
     with pytest.raises(InvalidProblem, match="output overlaps residual in memory"):
         plan.run(args, torch.empty(plan.workspace_size(), dtype=torch.uint8))
     assert_untouched(row, args)
-    with pytest.raises(InvalidProblem, match=r"Activation: expected one of 'none', .* got 'tanh'"):
+    with pytest.raises(InvalidProblem, match=r"activation: expected one of 'none', .* got 'tanh'"):
         row.plan.select(row.describe(activation="tanh"))
 
 

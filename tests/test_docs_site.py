@@ -19,7 +19,7 @@ from bench.gpu import Line
 from bench.linear import Row
 from docs.site import benchmarks, figures, fill, links, tables
 
-MODULES = {"flow", "nn", "parallel", "__version__"}
+MODULES = {"autograd", "flow", "nn", "parallel", "__version__"}
 
 
 @pytest.fixture(scope="module")

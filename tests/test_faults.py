@@ -79,7 +79,7 @@ def failing(call: Callable[..., Any], at: int, fault: BaseException) -> Callable
         ("pwrite", 30, errno.EDQUOT, r"quota exceeded.*free some of your quota"),
         ("truncate", 1, errno.EFBIG, r"File too large.*ulimit -f"),
         ("fsync", 1, errno.ENOSPC, r"No space left.*free some space"),
-        ("fsync", 5, errno.EIO, r"Input/output error"),
+        ("fsync", 5, errno.EIO, r"Input/output error; solve this"),
         ("replace", 1, errno.EROFS, r"Read-only file system.*choose an output directory"),
         ("replace", 6, errno.EACCES, r"Permission denied.*give this user the permission"),
         ("mkdir", 1, errno.EROFS, r"Read-only file system.*choose an output directory"),
@@ -99,7 +99,9 @@ def test_a_refused_write_is_told_in_a_sentence_and_resumed(
     out = tmp_path / "out"
     with monkeypatch.context() as broken:
         broken.setattr(os, name, failing(getattr(os, name), at, OSError(code, os.strerror(code))))
-        with pytest.raises(FlowError, match=rf"(?s){message}.*then repeat the command with --resume"):
+        with pytest.raises(
+            FlowError, match=rf"(?s){message}.*then repeat the command with --resume \(in Python, resume=True\)"
+        ):
             quantize_checkpoint(source, out)
     assert_resumes(source, out, expected)
 

@@ -39,7 +39,10 @@ def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--scheme", "w3a3"], "expected one of w8a8"),
-        (["--activations", "static"], "needs calibration data"),
+        (
+            ["--activations", "static"],
+            "needs calibration data: a text, jsonl or safetensors file of tokens; pass --calibration",
+        ),
         (["--scheme", "w4a16", "--activations", "static"], "floating point"),
         ([*SMOOTH, "floats.safetensors", "--alpha", "much"], "expected a number in"),
         ([*SMOOTH, "floats.safetensors", "--alpha", "7"], "expected a number in [0, 1] or 'auto', got 7"),
@@ -58,9 +61,16 @@ def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
         ([*SMOOTH, "nowhere.txt"], "nowhere.txt: no such file"),
         ([*SMOOTH, "texts.csv"], "texts.csv: another kind of file"),
         ([*SMOOTH, "empty.txt"], "empty.txt: expected a text a line; it is empty"),
-        ([*SMOOTH, "latin.txt"], "latin.txt: expected UTF-8 text"),
+        ([*SMOOTH, "latin.txt"], "latin.txt: expected UTF-8 text: 'utf-8' codec"),
         ([*SMOOTH, "prompts.jsonl"], 'line 1: expected {"text": "..."}, got {"prompt": 1}'),
-        (["--evaluate", "floats.safetensors"], "expected token numbers"),
+        (
+            ["--evaluate", "floats.safetensors"],
+            "a sequence a row, got torch.float32 of shape [2, 3]; convert it, or leave",
+        ),
+        (
+            ["--evaluate", "none.safetensors"],
+            "none.safetensors: expected tensors of token numbers, got none; write one",
+        ),
         (["--evaluate", "nowhere.txt"], "nowhere.txt: no such file"),
     ],
 )
@@ -74,6 +84,7 @@ def test_mistakes_are_told_in_a_sentence(
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": 1}\n')
     write_tensors(tmp_path / "floats.safetensors", {"tokens": torch.zeros(2, 3)})
+    write_tensors(tmp_path / "none.safetensors", {})
     source = models.plain_checkpoint(tmp_path / "model")
     done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out"), *arguments])
     assert done.exit_code == 2 and message in done.output.replace("\n", " ")
@@ -82,7 +93,7 @@ def test_mistakes_are_told_in_a_sentence(
 
 @pytest.mark.parametrize(
     ("place", "message"),
-    [("model", "cannot be the model's own directory"), ("file", "is a file"), ("full", "is not empty")],
+    [("model", "the model's own directory; choose another directory"), ("file", "is a file"), ("full", "is not empty")],
 )
 def test_an_output_that_is_taken_is_left_as_it_is(place: str, message: str, tmp_path: Path) -> None:
     source = models.plain_checkpoint(tmp_path / "model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -183,6 +184,17 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
 def test_a_float_checkpoint_is_not_loaded_as_a_quantized_one(llama: tuple[torch.nn.Module, Path]) -> None:
     with pytest.raises(FlowError, match="no quantization_config"):
         baracuda.load(llama[1])
+
+
+def test_another_tool_s_scheme_is_not_loaded_and_the_error_says_who_loads_it(
+    llama: tuple[torch.nn.Module, Path], tmp_path: Path
+) -> None:
+    quantize_checkpoint(llama[1], tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 2
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FlowError, match=r"out: .* 2-bit weights .*; load other checkpoints with transformers$"):
+        baracuda.load(tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a8 static", "w4a16"])

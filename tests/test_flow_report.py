@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ import models
 import pytest
 
 from baracuda.flow import FlowError, quantize_checkpoint, report
-from baracuda.flow.page import _ticks
+from baracuda.flow.page import _ticks, page
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -88,6 +89,23 @@ def test_the_page_is_rebuilt_from_the_numbers(out: Path, tmp_path: Path) -> None
         report(copy)
     with pytest.raises(FlowError, match="writes one"):
         report(tmp_path)
+
+
+def test_a_page_that_cannot_be_written_is_told_without_resume(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(FlowError, match=r"No space left on device; free some space, then run it again$"):
+        report(out)
+
+
+def test_the_page_tells_how_many_rows_of_a_weight_were_measured(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    content["layers"][0]["measured_rows"] = 17
+    drawn = page(content)
+    assert "Where a weight is large, a sample of its rows is measured." in drawn
+    assert "<th>rows measured</th>" in drawn and "<td>17</td>" in drawn
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from baracuda.flow.prepare import analyse, arguments, choose, measure, passes_ga
 from baracuda.flow.smooth import Gate, Smoothing, output_error, strength
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 from baracuda.flow.trace import trace
+from baracuda.flow.verify import smoothed
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -237,6 +238,19 @@ def test_layers_that_servers_fuse_get_one_input_scale(tmp_path: Path) -> None:
             scales = {float(stored[f"model.layers.{layer}.{block}.{name}.input_scale"]) for name in names}
             assert len(scales) == 1
     assert verify(out, tmp_path / "model") == []
+
+
+def test_what_smoothing_leaves_alone_is_still_compared_with_the_original(tmp_path: Path) -> None:
+    models.save("llama", tmp_path / "model", torch.bfloat16)
+    tokens = models.tokens(tmp_path / "tokens.safetensors")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", calibration=tokens)
+    path, embedding = tmp_path / "out" / "model.safetensors", "model.embed_tokens.weight"
+    stored = read_tensors(path)
+    assert embedding not in smoothed(tmp_path / "out") and "model.layers.0.mlp.up_proj.weight" in smoothed(
+        tmp_path / "out"
+    )
+    write_tensors(path, stored | {embedding: stored[embedding] + 1})
+    assert [finding.where for finding in verify(tmp_path / "out", tmp_path / "model")] == [embedding]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

@@ -12,8 +12,13 @@ from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint
 from baracuda.flow.calibrate import read_sequences
+from baracuda.flow.folds import Folds
+from baracuda.flow.preparation import Preparation
+from baracuda.flow.prepare import _input_scales
+from baracuda.flow.smooth import Smoothing
 from baracuda.flow.structure import quiet
 from baracuda.flow.tensorfile import write_tensors
+from baracuda.flow.trace import Value
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -78,6 +83,17 @@ def test_negative_tokens_are_refused(opt: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_static_activations_name_the_layers_that_calibration_never_reached() -> None:
+    """Of an expert that only the traced tokens go to, nothing is known either."""
+    folds, names = Folds(), {f"{name}.weight": name for name in "abcde"}
+    for number, name in enumerate("ab"):
+        folds.inputs[Value(number, 0)].append(f"{name}.weight")
+    maxima = {"a.weight": torch.ones(4)}
+    told = r"it never reached b, c, d and 1 more; --ignore them, or use --activations dynamic$"
+    with pytest.raises(FlowError, match=told):
+        _input_scales(Preparation(), folds, maxima, Smoothing(), names)
+
+
 # -- models that want more than tokens ---------------------------------------------------------------------------
 
 
@@ -132,7 +148,9 @@ def test_a_model_that_does_not_run_on_tokens_is_told_before_anything_is_done(
 def test_an_evaluation_that_cannot_be_is_told_before_calibration(opt: Path, tmp_path: Path) -> None:
     unknown = written(tmp_path / "unknown.safetensors", tokens=torch.full((2, 16), 999))
     done: list[str] = []
-    with pytest.raises(FlowError, match="evaluation: token 999 is not in the model's vocabulary of 160"):
+    with pytest.raises(
+        FlowError, match=r"evaluation: token 999 is not in the model's vocabulary of 160; .* another tokenizer"
+    ):
         quantize_checkpoint(
             opt,
             tmp_path / "out",

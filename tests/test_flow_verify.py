@@ -150,6 +150,7 @@ CORRUPTIONS: dict[str, tuple[str, Corrupt]] = {
     "a link out of the directory": ("path-escape", leave_by_link),
     "a pickle in the index": ("not-safetensors", remap(f"{Q}.weight", "pytorch_model.bin")),
     "a pickle beside the shards": ("foreign-weights", lambda out: (out / "pytorch_model.bin").touch()),
+    "a pickle in a folder": ("foreign-weights", lambda out: ((out / "a").mkdir(), (out / "a" / "b.bin").touch())),
     "a pipe for a file": ("unreadable", pipe),
     "a shard that is not there": ("missing-file", lambda out: holder(out, f"{Q}.weight").unlink()),
     "an index that is not JSON": ("bad-json", lambda out: (out / INDEX).write_bytes(b"\xff{")),
@@ -225,6 +226,11 @@ def test_values_that_are_not_the_originals_are_found_with_against(bad: Path, sou
     assert codes(bad) == set()
     found = {finding.where: finding.code for finding in verify(bad, source)}
     assert found == {f"{Q}.weight": "wrong-values", "model.embed_tokens.weight": "wrong-values"}
+
+
+def test_every_row_is_compared_with_the_originals(bad: Path, source: Path) -> None:
+    retensor(f"{Q}.weight", lambda w: w.index_add(0, torch.tensor([11]), torch.ones_like(w[:1])))(bad)
+    assert {finding.where: finding.code for finding in verify(bad, source)} == {f"{Q}.weight": "wrong-values"}
 
 
 DOWN = "model.layers.0.mlp.down_proj.weight"

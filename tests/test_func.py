@@ -93,5 +93,5 @@ def test_a_learned_zero_point_outside_of_a_batch_has_its_gradient() -> None:
 
 def test_forward_mode_is_refused_with_the_way_that_is_there() -> None:
     x = batch()
-    with pytest.raises(baracuda.Unsupported, match=r"use reverse mode, as torch\.func\.vjp"):
+    with pytest.raises(baracuda.Unsupported, match=r"use reverse mode, such as torch\.func\.vjp"):
         torch.func.jvp(lambda x: baracuda.fake_quantize(x, 0.3), (x,), (x,))

@@ -359,3 +359,14 @@ def test_smoothquant_is_the_quantized_linear_of_activations_already_quantized(mo
     given = None if zero_point is None else zero_point[0]
     got = baracuda.smoothquant_linear(q, weight, act_scale[0], scale, act_zero_point=given)
     assert torch.equal(got, baracuda.quantized_linear(x, weight, scale, mode=mode))
+
+
+@pytest.mark.parametrize("options", [{"scale_dtype": "bf16"}, {"arithmetic": "reciprocal"}], ids=str)
+def test_a_linear_quantizes_its_activations_as_it_is_told(options: dict[str, Any]) -> None:
+    weight = torch.randint(-128, 128, (64, 96), generator=GENERATOR).to(torch.int8)
+    x = torch.randn(1, 96, generator=GENERATOR).bfloat16()
+    q, act_scale, _ = baracuda.dynamic_quantize(x, **options)
+    got = baracuda.quantized_linear(x, weight, 0.25, **options)
+    assert torch.equal(got, baracuda.smoothquant_linear(q, weight, act_scale[0].float(), 0.25, dtype="bf16"))
+    if "scale_dtype" in options:
+        assert not torch.equal(got, baracuda.quantized_linear(x, weight, 0.25))

@@ -166,10 +166,18 @@ def test_a_tensor_resized_in_place_is_noticed() -> None:
 
 def test_a_workspace_is_held_to_its_device_size_density_and_alignment() -> None:
     holds = checker().holds
-    room = torch.empty(256, dtype=torch.uint8)
-    assert holds(room, 256, 16) and holds(torch.empty(64), 256, 16)
-    assert not holds(room, 257, 16) and not holds(room[1:], 16, 16) and not holds(room[::2], 16, 16)
-    assert not holds(None, 16, 16) and not holds(torch.empty(256, device="meta"), 16, 16)
+    room, values = torch.empty(256, dtype=torch.uint8), (*good(), None, 1.0, 3)
+    assert holds(room, values, 256, 16) and holds(torch.empty(64), values, 256, 16)
+    assert not holds(room, values, 257, 16)
+    assert not holds(room[1:], values, 16, 16) and not holds(room[::2], values, 16, 16)
+    assert not holds(None, values, 16, 16) and not holds(torch.empty(256, device="meta"), values, 16, 16)
+
+
+def test_a_workspace_over_an_operand_is_noticed() -> None:
+    holds, room = checker().holds, torch.empty(256, dtype=torch.uint8)
+    assert holds(room[:128], (room[128:],), 128, 16)
+    assert not holds(room[:144], (room[128:],), 128, 16) and not holds(room[128:], (room[:144],), 112, 16)
+    assert not holds(torch.empty(64), (room[::2],), 16, 16)  # perhaps: Python knows how far it reaches
 
 
 def test_a_small_workspace_is_still_refused_with_its_size() -> None:

@@ -304,6 +304,24 @@ def test_a_wrong_workspace_is_refused_before_anything_is_written(
     assert output.tolist() == [77.0] * 4
 
 
+@pytest.mark.parametrize("start", [0, 16, 48])
+def test_a_workspace_over_an_argument_is_refused_before_anything_is_written(halve: Any, start: int) -> None:
+    plan, room = halve.select(HalveDescriptor(4)), torch.full((80,), 7, dtype=torch.uint8)
+    output = room[start : start + 16].view(torch.float32)
+    if start == 48:
+        plan.run(HalveArgs(torch.ones(4), output), room[:32])
+        return
+    with pytest.raises(baracuda.InvalidProblem, match="halve: the workspace overlaps output in memory; give it memory"):
+        plan.run(HalveArgs(torch.ones(4), output), room[:32])
+    assert room.tolist() == [7] * 80
+
+
+def test_a_stream_is_one_of_torchs(halve: Any) -> None:
+    args = HalveArgs(torch.ones(4), torch.empty(4))
+    with pytest.raises(baracuda.InvalidProblem, match="stream: expected Stream, got str"):
+        halve.select(HalveDescriptor(4)).run(args, torch.empty(32, dtype=torch.uint8), stream="x")
+
+
 def test_when_nothing_fits_every_reason_is_told(halve: Any) -> None:
     with pytest.raises(baracuda.Unsupported, match=r"cpu\.halve: too long") as raised:
         halve.select(HalveDescriptor(10))

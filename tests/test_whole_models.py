@@ -197,8 +197,10 @@ def test_a_static_scheme_needs_scales_that_are_there_and_takes_no_zero_points() 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
     with pytest.raises(baracuda.InvalidProblem, match="input_scales: expected a calibrated scale for each"):
         baracuda.quantize_model(model, "w8a8-smoothquant")
-    asymmetric = baracuda.LinearScheme(static=True, mode=baracuda.DynamicRangeMode.ASYMMETRIC)
-    with pytest.raises(baracuda.Unsupported, match="zero points that no input_scales give; prepare_qat finds them"):
+    asymmetric = baracuda.LinearScheme(static=True, mode="asymmetric")
+    with pytest.raises(
+        baracuda.Unsupported, match="needs zero points, which input_scales does not carry; use prepare_qat"
+    ):
         baracuda.quantize_model(model, asymmetric, input_scales={"0": 0.1, "1": 0.1})
     report = baracuda.quantize_model(model, "w8a8-smoothquant", input_scales={"0": 0.1, "2": 0.1})
     assert list(report.replaced) == ["0"] and list(report.skipped) == ["1"] and report.unmatched == ["2"]

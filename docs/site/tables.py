@@ -14,7 +14,7 @@ import typer
 
 import baracuda
 from baracuda import BackendKind, ElementKind, Plan, PrecisionGuarantee
-from baracuda.backends.registry import BACKENDS, kernels
+from baracuda.backends.registry import BACKENDS, contract
 from baracuda.cli import app
 from baracuda.matrix import SCOPES, Cell, cells
 
@@ -82,13 +82,11 @@ def _a_gpu() -> Iterator[None]:
 
 
 def guarantees() -> str:
-    """The guarantee of every kernel for every cell of the matrix, alike ones in one row."""
+    """What every kernel that takes it guarantees for each cell of the matrix, alike ones in one row."""
     found: dict[PrecisionGuarantee, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for cell, serving in _both_devices():
-        for backend in serving:
-            for kernel in kernels(backend):
-                if cell.problem.op in kernel.ops:
-                    found[kernel.guarantee(cell.problem)][cell.problem.op.value].add(cell.problem.element.value)
+        if serving:
+            found[contract(cell.problem)][cell.problem.op.value].add(cell.problem.element.value)
     rows = []
     for guarantee, ops in found.items():
         floats = set().union(*ops.values())

@@ -105,7 +105,7 @@ from .types import (
 )
 
 if TYPE_CHECKING:
-    from . import flow, nn, parallel
+    from . import autograd, flow, nn, parallel
     from .flow.load import load
     from .models import LinearScheme, Report, convert, prepare_qat, quantize_model
 
@@ -113,6 +113,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "LinearScheme": "models",
     "Report": "models",
+    "autograd": "autograd",
     "convert": "models",
     "flow": "flow",
     "load": "flow",
@@ -217,6 +218,7 @@ __all__ = [
     "Unsupported",
     "WorkspaceTooSmall",
     "__version__",
+    "autograd",
     "choose_qparams",
     "convert",
     "dequantize",

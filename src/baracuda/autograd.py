@@ -115,8 +115,8 @@ class _Transformed(_Recorded):
 _alive = torch._C._functorch.unwrap_if_dead
 
 
-def segment_sums(values: Tensor, scope: Scope) -> Tensor:
-    """The sum over each segment, accumulated in f64, in the type of `values`."""
+def unordered_sums(values: Tensor, scope: Scope) -> Tensor:
+    """The sum over each segment, by torch, in f64 and any order; in the type of `values`."""
     view = scope.view(tuple(values.shape))
     totals = values.to(torch.float64).reshape(view.shape).sum(dim=(0, 2))
     return totals.to(values.dtype).reshape(scope.scale_shape(tuple(values.shape)))
@@ -189,9 +189,9 @@ class _Dequantize(_Formula):
             key = (math, quantized, q_min, q_max, scope, *ctx.key[5:])
             inputs = (operands["input"], 1.0, zero_point)
             (steps,) = compute(QuantizeKind.DEQUANTIZE, inputs, dy.shape, key, ctx.size)
-            found["scale"] = (segment_sums(dy * steps, scope) * ctx.grad_factor).to(scale.dtype)
+            found["scale"] = (unordered_sums(dy * steps, scope) * ctx.grad_factor).to(scale.dtype)
         if "zero_point" in wanted:
-            found["zero_point"] = (-segment_sums(dy, scope) * scale * ctx.grad_factor).to(zero_point.dtype)
+            found["zero_point"] = (-unordered_sums(dy, scope) * scale * ctx.grad_factor).to(zero_point.dtype)
         return found
 
 
@@ -209,8 +209,8 @@ class _Linear(_Formula):
     def gradients(self, ctx: Any, operands: dict[str, Any], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
         if scales := wanted & {"weight_scale", "act_scale"}:
             raise Unsupported(
-                f"{min(scales)} requires a gradient, which a linear of integers has not; detach it, or train with "
-                "fake_quantize and convert"
+                f"{min(scales)} requires a gradient, but a linear of integers has none for its scales; "
+                "detach it, or train with fake_quantize and convert"
             )
         found = {"residual": dy} if "residual" in wanted else {}
         if wanted & {"activation", "bias"}:
@@ -379,7 +379,9 @@ def quantize(
     dx = dy / scale where x was in range, else 0. Scale and zero point get no gradient here.
     """
     x, kind = as_tensor(x, "x"), _carried(dtype)
-    key = static_key(ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, member(Arithmetic, arithmetic))
+    key = static_key(
+        ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, member(Arithmetic, arithmetic, "arithmetic")
+    )
     scale, zero_point = segment_values(scope.scale_shape(tuple(x.shape)), scale, zero_point)
     return _call(_Quantize, x, scale, zero_point, key)
 

@@ -89,7 +89,7 @@ class Checker:
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
         #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
         self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
-        self.holds: Callable[[Tensor | None, int, int], bool] = _perhaps
+        self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
         if MISSING is None and device.type in _DLPACK_DEVICES:
             rules = [expected.native() for expected in self.expected]
             native = _host.Checker(rules, _DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
@@ -149,7 +149,7 @@ class Checker:
     def _shape_remedy(self, expected: _Expected) -> str:
         """What may have been meant, where the problem says more than the shape does."""
         if expected.name in _OF_SEGMENTS:
-            return f"; this is the shape for {self.problem.scope}, give the scope that yours is for"
+            return f"; {list(expected.shape)} is for {self.problem.scope}: pass the scope that yours is for"
         if expected.name == "weight_q":
             return f"; weights are [N, K], and these activations have K = {self.problem.shape[2]}"
         return ""
@@ -171,7 +171,8 @@ class Checker:
         if overlaps_itself(value):
             raise InvalidProblem(
                 f"{self._where(expected)}: expected an element per address, "
-                f"got strides {list(value.stride())} for shape {list(value.shape)}"
+                f"got strides {list(value.stride())} for shape {list(value.shape)}; "
+                "give it memory of its own, as torch.empty does"
             )
 
     def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
@@ -181,6 +182,18 @@ class Checker:
             raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {type(value).__name__}")
         self._require_tensor(value, expected)
         self._check_own_memory(value, expected)
+
+    def check_apart(self, workspace: Tensor, operands: tuple[Value, ...]) -> None:
+        """Raises if the workspace, which is contiguous, shares memory with an operand."""
+        start = workspace.data_ptr()
+        for value, expected in zip(operands, self.expected, strict=True):
+            if not isinstance(value, Tensor) or value.data_ptr() >= start + workspace.nbytes:
+                continue
+            if start < value.data_ptr() + _extent(value):
+                raise InvalidProblem(
+                    f"{self.problem.op.value}: the workspace overlaps {expected.name} in memory; "
+                    "give it memory of its own"
+                )
 
     def _check_overlap(self, operands: tuple[Value, ...], i: int, out: Tensor, contiguous: bool) -> None:
         """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""

@@ -49,7 +49,7 @@ def baracuda(
 def info(
     device: Annotated[str | None, typer.Option(help="The device to ask for; torch's default unless given.")] = None,
 ) -> None:
-    """The machine, the versions, and which backend serves which operation, as the registry answers it."""
+    """Show the machine, the versions and which backend serves each operation."""
     target = _device(device)
     console.print(_machine(target))
     table, reasons, empty = _matrix(list(cells(target)), target)
@@ -83,24 +83,29 @@ def run_demo(
 def quantize(
     context: typer.Context,
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
-    out: Annotated[Path, typer.Option("--output", "-o", help="The directory to make.")],
+    out: Annotated[
+        Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
+    ],
     scheme: Annotated[str, typer.Option(help="w8a8, w8a8-smoothquant or w4a16.")] = "w8a8",
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
     ] = "dynamic",
     calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
-    evaluate: Annotated[Path | None, typer.Option(help="Data to measure the result on; the report tells.")] = None,
+    evaluate: Annotated[
+        Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
+    ] = None,
     alpha: Annotated[
         str, typer.Option(help="Strength of w8a8-smoothquant from 0 to 1, or auto: searched per layer.")
     ] = "0.5",
     ignore: Annotated[
-        list[str] | None, typer.Option(help="Modules to leave: a name, a shell pattern or re:REGEX that matches some.")
+        list[str] | None,
+        typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
     ] = None,
     group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a16.")] = 128,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
-    resume: Annotated[bool, typer.Option(help="Go on with a run that was killed.")] = False,
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = False,
 ) -> None:
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
     with _errors(), _interrupted(out):
@@ -139,6 +144,7 @@ def verify(
 ) -> None:
     """Check every tensor, scale and setting a server relies on; exits with 1 when something is wrong."""
     from .flow import verify as check
+    from .flow.verify import smoothed
 
     with _errors():
         _require_checkpoints(out, against)
@@ -151,12 +157,14 @@ def verify(
             table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
         console.print(table)
         raise typer.Exit(1)
-    console.print(f"[green]{escape(str(out))}: nothing is wrong[/]", highlight=False, soft_wrap=True)
+    left = len(smoothed(out)) if against is not None else 0
+    note = f"; {left} tensors that smoothing changed were not compared with the original's" if left else ""
+    console.print(f"[green]{escape(str(out))}: nothing is wrong{note}[/]", highlight=False, soft_wrap=True)
 
 
 @app.command()
 def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")]) -> None:
-    """Draw the report's page again from its numbers."""
+    """Rebuild baracuda_report.html from baracuda_report.json."""
     from .flow import report as rebuild
 
     with _errors():

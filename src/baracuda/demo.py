@@ -36,7 +36,8 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
 
 
 NEXT = """
-Each folder of {folder} is a checkpoint in the format that vLLM and transformers load, with its baracuda_report.html.
+{folder} holds the model and, for each scheme, a checkpoint in the format that vLLM and transformers load, with its
+baracuda_report.html.
 Next, on your own model, without and with data to calibrate on:
   [bold]baracuda quantize MODEL_DIR -o OUT[/]
   [bold]baracuda quantize MODEL_DIR -o SMOOTH --scheme w8a8-smoothquant --calibration texts.txt --evaluate texts.txt[/]
@@ -163,8 +164,8 @@ def run_scopes(console: Console, device: torch.device) -> None:
     torch.manual_seed(0)
     x = outlier_activations(2048, 2048, device)
     console.print(
-        f"A float32 activation of {list(x.shape)}, {x.nbytes / 2**20:.0f} MiB; 1 % of its channels are outliers, as in "
-        "every large language model.\n"
+        f"A float32 activation of {list(x.shape)}, {x.nbytes / 2**20:.0f} MiB; 1 % of its channels are outliers, as is "
+        "common in large language models.\n"
     )
     console.print(scopes_table(x))
     console.print(smoothquant_table(x))

@@ -18,6 +18,13 @@ Element = ElementKind | torch.dtype | str
 # -- descriptors: which elements share a scale ... ---------------------------------------------------------------
 
 
+def _sizes(shape: Shape) -> Shape:
+    try:
+        return tuple(shape)
+    except TypeError:
+        raise InvalidProblem(f"shape: expected a size for each axis, as in (4096, 4096), got {shape!r}") from None
+
+
 class _Layout:
     def _layout(self) -> tuple[Shape, Scope]:
         raise NotImplementedError
@@ -37,7 +44,7 @@ class _PerChannel(_Layout):
     axis: int
 
     def _layout(self) -> tuple[Shape, Scope]:
-        return tuple(self.shape), PerChannel(self.axis)
+        return _sizes(self.shape), PerChannel(self.axis)
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,7 @@ class _Quantize(_Layout):
     def problem(self, op: QuantizeKind) -> Problem:
         shape, scope = self._layout()
         element, quantized = self._elements()
-        arithmetic = member(Arithmetic, self.arithmetic)
+        arithmetic = member(Arithmetic, self.arithmetic, "arithmetic")
         return Problem(op, shape, element, quantized, self.q_min, self.q_max, scope, arithmetic=arithmetic)
 
 
@@ -142,11 +149,11 @@ class FakeQuantizeDescriptor:
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
-        shape = (self.numel,) if self.shape is None else tuple(self.shape)
+        shape = (self.numel,) if self.shape is None else _sizes(self.shape)
         if prod(shape) != self.numel:
             raise InvalidProblem(f"expected a shape of numel={self.numel} elements, got {list(shape)}: {prod(shape)}")
         element = ElementKind.of(self.input_element, "input_element")
-        storage, arithmetic = fake_storage(self.q_min, self.q_max), member(Arithmetic, self.arithmetic)
+        storage, arithmetic = fake_storage(self.q_min, self.q_max), member(Arithmetic, self.arithmetic, "arithmetic")
         return Problem(op, shape, element, storage, self.q_min, self.q_max, self.scope, arithmetic=arithmetic)
 
 
@@ -177,15 +184,15 @@ class DynamicRangeQuantizeDescriptor:
             self.q_min,
             self.q_max,
             self.scope,
-            member(DynamicRangeMode, self.mode),
-            member(Arithmetic, self.arithmetic),
+            member(DynamicRangeMode, self.mode, "mode"),
+            member(Arithmetic, self.arithmetic, "arithmetic"),
             stored_scale_element(self.scale_element, element),
             self.include_zero,
         )
 
     def _shape(self) -> Shape:
         if self.shape is not None and self.n is None and self.d is None:
-            return tuple(self.shape)
+            return _sizes(self.shape)
         if self.shape is None and self.n is not None and self.d is not None:
             return (self.n, self.d)
         raise InvalidProblem(f"expected either n and d or shape, got n={self.n}, d={self.d}, shape={self.shape}")
@@ -217,17 +224,20 @@ class QuantizedLinearDescriptor:
             ElementKind.of(self.quantized_element, "quantized_element"),
             self.q_min,
             self.q_max,
-            mode=member(DynamicRangeMode, self.mode),
-            arithmetic=member(Arithmetic, self.arithmetic),
+            mode=member(DynamicRangeMode, self.mode, "mode"),
+            arithmetic=member(Arithmetic, self.arithmetic, "arithmetic"),
             scale_element=stored_scale_element(self.scale_element, element),
             weight=ElementKind.of(self.weight_element, "weight_element"),
-            activation=member(Activation, self.activation),
+            activation=member(Activation, self.activation, "activation"),
         )
 
 
 @dataclass(frozen=True)
 class SmoothQuantLinearDescriptor:
-    """The static scale of the activations is part of the description; asymmetric ones add their zero point."""
+    """The static scale of the activations is part of the description; asymmetric ones add their zero point.
+
+    `arithmetic` is taken as everywhere and changes nothing: what comes in is quantized already.
+    """
 
     m: int
     n: int
@@ -238,15 +248,17 @@ class SmoothQuantLinearDescriptor:
     output_element: Element = ElementKind.F32
     act_zero_point: int = 0
     activation: Activation | str = Activation.NONE
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
+        member(Arithmetic, self.arithmetic, "arithmetic")
         problem = smoothquant_problem(
             (self.m, self.n, self.k),
             ElementKind.of(self.output_element, "output_element"),
             ElementKind.of(self.activation_element, "activation_element"),
             ElementKind.of(self.weight_element, "weight_element"),
             symmetric=self.act_zero_point == 0,
-            activation=member(Activation, self.activation),
+            activation=member(Activation, self.activation, "activation"),
         )
         scale_numbers(problem).require("act_scale", self.act_scale)
         activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
@@ -316,7 +328,7 @@ class DynamicRangeQuantizeArgs:
 @dataclass(slots=True)
 class QuantizedLinearArgs:
     """`weight_sum`, the int32 row sums of the weight, spares asymmetric runs a pass. `residual` is added at the end.
-    Scratch keeps what it names."""
+    `act_q_scratch` and `act_scale_scratch`, if given, receive the quantized activations and their scales."""
 
     activation: Tensor
     weight_q: Tensor

@@ -15,7 +15,10 @@ class InvalidProblem(BaracudaError, ValueError):
 
 
 class Unsupported(BaracudaError, NotImplementedError):
-    """A valid problem that no kernel takes. `reasons` holds what each kernel answered."""
+    """Lawful, but not supported here.
+
+    When a plan is selected, `reasons` holds each kernel's answer; otherwise it is empty.
+    """
 
     def __init__(self, message: str, reasons: Mapping[str, str] | None = None) -> None:
         self.reasons = dict(reasons or {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -73,7 +73,7 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd, for ja
 _Parameter = torch.nn.Parameter
 
 
-def audience(*values: object) -> str:
+def audience(*values: object) -> Literal["nobody", "autograd", "torch"]:
     """Who needs to see a call on these values: "nobody", "autograd", or all of "torch".
 
     Tracers, modes, transforms and tensor subclasses need the operator. Plain tensors outside of all that do not: going
@@ -86,7 +86,7 @@ def audience(*values: object) -> str:
         return "torch"
     if _dispatch_modes() or _function_modes() or transform_level() is not None:
         return "torch"
-    found = "nobody"
+    found: Literal["nobody", "autograd"] = "nobody"
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _Parameter:
@@ -105,4 +105,4 @@ def _refuse_tangents(values: tuple[object, ...]) -> None:
     """An operator without a forward derivative would answer with none, which reads as zero."""
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
-            raise Unsupported("forward-mode differentiation has no formula here; use reverse mode, as torch.func.vjp")
+            raise Unsupported("forward-mode differentiation is not supported; use reverse mode, such as torch.func.vjp")

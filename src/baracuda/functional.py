@@ -50,7 +50,9 @@ def quantize(
     x = as_tensor(x, "x")
     kind = ElementKind.of(dtype, "dtype")
     low, high = kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
-    key = static_key(ElementKind.of_tensor(x.dtype, "x"), kind, low, high, scope, member(Arithmetic, arithmetic))
+    key = static_key(
+        ElementKind.of_tensor(x.dtype, "x"), kind, low, high, scope, member(Arithmetic, arithmetic, "arithmetic")
+    )
     return _static(QuantizeKind.QUANTIZE, x, x.shape, scale, zero_point, key, out)
 
 
@@ -74,6 +76,8 @@ def dequantize(
     kind = ElementKind.of_tensor(q.dtype, "q") if element is None else ElementKind.of(element, "element")
     if q.dtype is not kind.dtype:
         raise InvalidProblem(f"dequantize: expected a {kind.dtype} tensor for element {kind.value}, got {q.dtype}")
+    if size is not None and not kind.is_packed:
+        raise InvalidProblem(f"size: expected None for {kind.value}, which is not packed, got {size}; leave it out")
     shape = unpacked_shape(q.shape, kind, size)
     key = static_key(ElementKind.of(dtype, "dtype"), kind, kind.q_min, kind.q_max, scope)
     return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, key, out, size)
@@ -97,8 +101,12 @@ def fake_quantize(
     both gradients are multiplied by `grad_factor`.
     """
     x = as_tensor(x, "x")
+    if not isinstance(grad_factor, float | int):
+        raise InvalidProblem(f"grad_factor: expected a number, got {grad_factor!r}")
     storage = fake_storage(q_min, q_max)
-    key = static_key(ElementKind.of_tensor(x.dtype, "x"), storage, q_min, q_max, scope, member(Arithmetic, arithmetic))
+    key = static_key(
+        ElementKind.of_tensor(x.dtype, "x"), storage, q_min, q_max, scope, member(Arithmetic, arithmetic, "arithmetic")
+    )
     return _static(QuantizeKind.FAKE_QUANTIZE, x, x.shape, scale, zero_point, key, out, None, grad_factor)
 
 
@@ -173,6 +181,8 @@ def quantized_linear(
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
+    scale_dtype: Element | None = None,
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
     activation: Activation | str = Activation.NONE,
@@ -184,12 +194,13 @@ def quantized_linear(
     The result has x's own type, as the residual must. `weight_element="s4"` says that `weight_q` holds packed pairs,
     `[N, K / 2]` bytes. `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the
     weight. For dtype="u8" use mode="asymmetric", unless x has no negative values: a symmetric u8 makes them 0.
+    `scale_dtype` is what the scales of x are rounded to, `arithmetic` how x is divided by them.
     Differentiable in x, straight through its rounding, bias and residual.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     weight = _element_of(weight_q, weight_element)
-    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, None, False, Arithmetic.DIVIDE, weight, activation)
+    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
     inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape))
     return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, key, inputs, out_shape, out)
@@ -221,7 +232,7 @@ def smoothquant_linear(
     weight = ElementKind.of(_element_of(weight_q, weight_element), "weight_element")
     symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
-    element, stored, act = ElementKind.of(dtype, "dtype"), ElementKind.F32, member(Activation, activation)
+    element, stored, act = ElementKind.of(dtype, "dtype"), ElementKind.F32, member(Activation, activation, "activation")
     key = (
         element, kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act
     )  # fmt: skip
@@ -318,11 +329,11 @@ def dynamic_key(
 ) -> Key:
     """The key of an op that finds its scales."""
     element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
-    mode = member(DynamicRangeMode, mode)
+    mode = member(DynamicRangeMode, mode, "mode")
     low, high = dynamic_range(kind, mode, q_min, q_max)
     stored = stored_scale_element(scale_dtype, element, "scale_dtype")
     weight = ElementKind.of(weight, "weight_element")
-    arithmetic, activation = member(Arithmetic, arithmetic), member(Activation, activation)
+    arithmetic, activation = member(Arithmetic, arithmetic, "arithmetic"), member(Activation, activation, "activation")
     return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, activation
 
 

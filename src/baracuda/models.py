@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .descriptors import Element
 from .errors import BaracudaError, InvalidProblem, Unsupported
 from .nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from .nn.linear import require_linear
-from .types import DynamicRangeMode, ElementKind
+from .patterns import flaw, matches
+from .types import DynamicRangeMode, ElementKind, member
 
-#: A module's type, a glob over its qualified name ("*.mlp.*"), "re:" and a regular expression, or a class name.
+#: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
+#: expression that matches from the start.
 Pattern = str | type[nn.Module]
 
 
@@ -28,11 +29,11 @@ class LinearScheme:
     a ReLU; for anything else take s8, or the asymmetric mode.
     """
 
-    weight: ElementKind = ElementKind.S8
+    weight: Element = ElementKind.S8
     """s8 or s4."""
-    activation: ElementKind = ElementKind.S8
+    activation: Element = ElementKind.S8
     """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
-    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
     """Whether activations have a zero point."""
     static: bool = False
     """One calibrated scale for all activations, instead of one for each token from its own range."""
@@ -40,6 +41,11 @@ class LinearScheme:
     """The lower end of a narrower range for the activations."""
     q_max: int | None = None
     """Its upper end: 7, after a `q_min` of -7, makes 4 bits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", ElementKind.of(self.weight, "weight"))
+        object.__setattr__(self, "activation", ElementKind.of(self.activation, "activation"))
+        object.__setattr__(self, "mode", member(DynamicRangeMode, self.mode, "mode"))
 
     @property
     def _activations(self) -> dict[str, Any]:
@@ -95,7 +101,10 @@ def quantize_model(
     options = {"weight_element": chosen.weight, **chosen._activations}
     (SmoothQuantLinear if chosen.static else QuantizedLinear)(1, 1, device="meta", **options)  # raises what is wrong
     if chosen.static and chosen.mode is DynamicRangeMode.ASYMMETRIC:
-        raise Unsupported("static activations have zero points that no input_scales give; prepare_qat finds them")
+        raise Unsupported(
+            "a static asymmetric scheme needs zero points, which input_scales does not carry; "
+            "use prepare_qat, or mode='symmetric'"
+        )
     if chosen.static and not scales:
         raise InvalidProblem("input_scales: expected a calibrated scale for each linear of a static scheme, got none")
 
@@ -217,13 +226,11 @@ class _Patterns:
         listed: Iterable[Pattern] = (patterns,) if isinstance(patterns, str | type) else patterns
         self.found: dict[Pattern, bool] = dict.fromkeys(listed, False)
         for pattern in self.found:
-            if isinstance(pattern, str) and pattern.startswith("re:"):
-                try:
-                    re.compile(pattern[3:])
-                except re.error as error:
-                    raise InvalidProblem(
-                        f"{pattern!r}: expected a regular expression behind re:, got one with an error: {error}"
-                    ) from None
+            if isinstance(pattern, str) and (error := flaw(pattern)) is not None:
+                raise InvalidProblem(
+                    f"{pattern!r}: expected a regular expression behind re:, got one with an error: {error}; "
+                    "correct it, or drop re: for a shell pattern"
+                )
 
     def match(self, name: str, module: nn.Module) -> str | None:
         for pattern in self.found:
@@ -239,9 +246,7 @@ class _Patterns:
 def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
     if isinstance(pattern, type):
         return isinstance(module, pattern)
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern) or type(module).__name__ == pattern
+    return matches(pattern, name) or type(module).__name__ == pattern
 
 
 def _scheme(scheme: str | LinearScheme) -> LinearScheme:
@@ -283,4 +288,4 @@ def _require_no_hooks(module: nn.Module) -> None:
 
 def _require_finite(weight: Tensor) -> None:
     if not weight.is_meta and not bool(torch.isfinite(weight).all()):
-        raise InvalidProblem("weight has NaN or infinite values")
+        raise InvalidProblem("weight has NaN or infinite values; repair it, or pass the module in ignore")

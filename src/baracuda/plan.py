@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from .backends.registry import Value, choose
+from .backends.registry import Value, choose, contract
 from .checks import Checker, contiguous_strides, row_stride
 from .errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from .memory import LARGE, on_huge_pages
@@ -98,14 +98,14 @@ class SelectedPlan:
 
     def precision_guarantee(self) -> PrecisionGuarantee:
         """What the result's bits can be relied on for."""
-        return self.kernel.guarantee(self.problem)
+        return contract(self.problem)
 
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
         """Check and run, with the operands in the order of the op's row."""
         if not self.fits(operands):
             self._check(operands)
-        if self._workspace_size and not self._check.holds(workspace, self._workspace_size, WORKSPACE_ALIGNMENT):
-            self._check_workspace(workspace)
+        if (size := self._workspace_size) and not self._check.holds(workspace, operands, size, WORKSPACE_ALIGNMENT):
+            self._check_workspace(workspace, operands)
         self._launch(operands, workspace)
         # As torch's own operators do: autograd and whoever keeps something worked out must see that these have changed.
         increment_version([value for i in self.output_indices if (value := operands[i]) is not None])  # type: ignore[misc]
@@ -135,7 +135,7 @@ class SelectedPlan:
             for i, value in enumerate(operands)
         )
 
-    def _check_workspace(self, workspace: Tensor | None) -> None:
+    def _check_workspace(self, workspace: Tensor | None, operands: tuple[Value, ...]) -> None:
         if workspace is None:
             raise WorkspaceTooSmall(self._workspace_size, 0)
         if not isinstance(workspace, Tensor) or workspace.device != self.device or not workspace.is_contiguous():
@@ -149,7 +149,11 @@ class SelectedPlan:
         if workspace.nbytes < self._workspace_size:
             raise WorkspaceTooSmall(self._workspace_size, workspace.nbytes)
         if workspace.data_ptr() % WORKSPACE_ALIGNMENT:
-            raise InvalidProblem(f"workspace: expected an address divisible by {WORKSPACE_ALIGNMENT}; do not slice it")
+            raise InvalidProblem(
+                f"workspace: expected an address divisible by {WORKSPACE_ALIGNMENT}, got one "
+                f"{workspace.data_ptr() % WORKSPACE_ALIGNMENT} beyond; pass a whole tensor, not a slice"
+            )
+        self._check.check_apart(workspace, operands)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.problem}, {self.kernel.backend.value}.{self.kernel.name} on {self.device})"
@@ -212,12 +216,13 @@ class Plan(SelectedPlan, Generic[D, A]):
         return Support()
 
     def run(self, args: A, workspace: Tensor | None = None, *, stream: torch.cuda.Stream | None = None) -> None:
-        """Launch on torch's current stream, or on `stream`. The workspace shares memory with no argument."""
+        """Launch on torch's current stream, or on `stream`. The workspace must not share memory with an argument."""
         if stream is None:
             self.launch(self.operands(args), workspace)
-        else:
-            with torch.cuda.stream(stream):
-                self.launch(self.operands(args), workspace)
+            return
+        _require_type("stream", stream, torch.cuda.Stream)
+        with torch.cuda.stream(stream):
+            self.launch(self.operands(args), workspace)
 
 
 def _require_type(name: str, value: object, expected: type, remedy: str = "") -> None:

@@ -108,7 +108,7 @@ class Problem:
         kind, low, high = self.quantized, self.q_min, self.q_max
         _require_integers(low, high)
         if not low <= high:
-            raise InvalidProblem(f"expected q_min <= q_max, got q_min={low}, q_max={high}")
+            raise InvalidProblem(f"expected q_min <= q_max, got q_min={low}, q_max={high}; swap them")
         if low < kind.q_min or high > kind.q_max:
             raise InvalidProblem(
                 f"expected q_min and q_max inside {kind.value}'s range [{kind.q_min}, {kind.q_max}], "

@@ -62,7 +62,7 @@ class View:
 
 
 class Scope:
-    """Base of the four scopes. A new scope says its view, its scale shape, and nothing else."""
+    """Base of the four scopes. A new one has a name, a view, a scale shape, and a case in `ops._scope`."""
 
     __slots__ = ()
     name: ClassVar[str]

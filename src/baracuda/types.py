@@ -56,7 +56,10 @@ class ElementKind(_Member):
 
         `name` is that of the argument, for the error.
         """
-        kind = _KINDS.get(value) if value.__hash__ is not None else None
+        try:
+            kind = _KINDS.get(value)
+        except TypeError:  # it cannot be hashed
+            kind = None
         if kind is None:
             raise InvalidProblem(
                 f"{name}{name and ': '}expected an element kind (one of {', '.join(k.value for k in cls)}), "
@@ -197,15 +200,15 @@ class KernelSku:
 _Choice = TypeVar("_Choice", bound=Enum)
 
 
-def member(choices: type[_Choice], value: _Choice | str) -> _Choice:
-    """The member of an enumeration that a value stands for: itself, or its name."""
+def member(choices: type[_Choice], value: _Choice | str, name: str) -> _Choice:
+    """The member of an enumeration that a value stands for: itself, or its name. `name` is that of the argument."""
     if isinstance(value, choices):
         return value
     try:
         return choices(value)
     except ValueError:
         names = ", ".join(repr(choice.value) for choice in choices)
-        raise InvalidProblem(f"{choices.__name__}: expected one of {names}, got {value!r}") from None
+        raise InvalidProblem(f"{name}: expected one of {names}, got {value!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,9 @@ class PlanPreference:
 
     def __post_init__(self) -> None:
         if self.prefer_backend is not None:
-            object.__setattr__(self, "prefer_backend", member(BackendKind, self.prefer_backend))
+            object.__setattr__(self, "prefer_backend", member(BackendKind, self.prefer_backend, "prefer_backend"))
+        if self.max_workspace_bytes is not None and not isinstance(self.max_workspace_bytes, int):
+            raise InvalidProblem(f"max_workspace_bytes: expected an int or None, got {self.max_workspace_bytes!r}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Strides = Literal["any", "rows", "contiguous"]
 
 
 def contract(problem: Problem) -> PrecisionGuarantee:
-    """The numerical contract's guarantee: a kernel that keeps it says so, one that cannot declines."""
+    """What every kernel guarantees: one that cannot keep the numerical contract declines."""
     f64 = problem.element is ElementKind.F64
     return PrecisionGuarantee(
         math_precision=MathPrecision.F64 if f64 else MathPrecision.F32, accumulator=_accumulator(problem)
@@ -63,7 +63,7 @@ def _epilogue(problem: Problem, device: torch.device) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Why it declines a problem, how much workspace it needs, what it guarantees, and how it is launched."""
+    """Why it declines a problem, how much workspace it needs, and how it is launched."""
 
     name: str
     backend: BackendKind
@@ -71,7 +71,6 @@ class Kernel:
     declines: Callable[[Problem, torch.device], str | None]
     bind: Callable[[Problem, torch.device], Launch]
     workspace: Callable[[Problem, torch.device], int] = _no_workspace
-    guarantee: Callable[[Problem], PrecisionGuarantee] = contract
     #: The instruction set or architecture it runs on, for `plan.sku()`.
     arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
     epilogue: Callable[[Problem, torch.device], str | None] = _epilogue
@@ -92,17 +91,18 @@ class Kernel:
             arch=self.arch(device),
             backend=self.backend,
             kernel=self.name,
-            precision_guarantee=self.guarantee(problem),
+            precision_guarantee=contract(problem),
         )
 
 
-#: Fastest first. Each module is imported when a device it serves is first asked for, and offers `KERNELS`.
+#: Fastest first. Each module offers `KERNELS` and is imported at the first selection; Triton itself when one of its
+#: kernels is bound.
 BACKENDS: dict[BackendKind, str] = {
     BackendKind.TRITON: "baracuda.backends.triton",
     BackendKind.CPU: "baracuda.backends.cpu",
     BackendKind.REFERENCE: "baracuda.backends.reference",
 }
-#: The reason of a backend that cannot be asked.
+#: Why a backend without a kernel for the operation declines.
 NO_KERNEL = "has no kernel for this operation"
 
 

@@ -45,7 +45,7 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
     cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
     long_enough = [block for block in cut if len(block) > 1][:samples]
     if not long_enough:
-        raise FlowError(f"{path}: its texts make {len(tokens)} tokens, too few for one sequence")
+        raise FlowError(f"{path}: expected texts of at least 2 tokens, got {len(tokens)}; give more text")
     return long_enough
 
 
@@ -124,7 +124,10 @@ class Observer:
                 continue
             largest = torch.stack(everyone).amax(0).float()
             if not bool(torch.isfinite(largest).all()):
-                raise FlowError(f"calibration: the input of {group[0]} holds NaN or infinite values")
+                raise FlowError(
+                    f"calibration: expected finite inputs, {group[0]} got NaN or infinite ones; give other data, or "
+                    "use a scheme without calibration: w8a8 or w4a16"
+                )
             kept: dict[int, Tensor] = {}
             for part in team.gather(self.rows[group[0]]):
                 kept |= part
@@ -159,7 +162,7 @@ def _read_texts(path: Path) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise FlowError(f"{path}: expected UTF-8 text: {error}") from None
+        raise FlowError(f"{path}: expected UTF-8 text: {error}; save it as UTF-8") from None
     if not lines:
         raise FlowError(f"{path}: expected a text a line; it is empty")
     if path.suffix == ".jsonl":
@@ -182,13 +185,16 @@ def _read_tokens(path: Path) -> list[Tensor]:
         for name in sorted(file.entries):
             tokens = file.read(name)
             if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
-                raise FlowError(f"{path}: {name}: expected token numbers of one or two axes")
+                raise FlowError(
+                    f"{path}: {name}: expected token numbers, one sequence or a sequence a row, got {tokens.dtype} of "
+                    f"shape {list(tokens.shape)}; convert it, or leave it out of the file"
+                )
             if int(tokens.min()) < 0:
                 raise FlowError(f"{path}: {name}: expected token numbers from 0 up, got {int(tokens.min())}; "
                                 "leave padding and ignored positions out")  # fmt: skip
             sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
     if not sequences:
-        raise FlowError(f"{path}: no token sequences")
+        raise FlowError(f"{path}: expected tensors of token numbers, got none; write one, a sequence a row")
     return sequences
 
 

@@ -18,7 +18,7 @@ from .calibrate import require_data
 from .checkpoint import INDEX, SINGLE, Checkpoint, read_json
 from .companions import companions
 from .distributed import Team, team
-from .errors import FlowError, told
+from .errors import RESUME, FlowError, told
 from .journal import FOLDER, Journal, digest, digest_file
 from .patterns import require_pattern
 from .preparation import Preparation
@@ -64,7 +64,7 @@ class Run:
         options = self.options
         if self.scheme.needs_calibration and self.calibration is None:
             raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
-                            "jsonl or safetensors file of tokens")  # fmt: skip
+                            "jsonl or safetensors file of tokens; pass --calibration FILE")  # fmt: skip
         self._check_options()
         self.structure = find_linears(self.source, self.scheme, (*DEFAULT_IGNORE, *options.ignore))
         self.journal = Journal(self.out)
@@ -81,7 +81,7 @@ class Run:
         for data in filter(None, (self.calibration, self.evaluation)):
             require_data(data)
         if self.out.resolve() == self.source.directory.resolve():
-            raise FlowError(f"{self.out}: the output cannot be the model's own directory")
+            raise FlowError(f"{self.out}: the output cannot be the model's own directory; choose another directory")
 
     def fingerprint(self) -> dict[str, Any]:
         """What the bytes of the result depend on."""
@@ -315,7 +315,8 @@ def quantize_checkpoint(
       stage, in bytes or steps; `label` is the tensor or batch.
 
     Options that the scheme would not use are refused. Under torchrun every rank calls this and the work is shared; the
-    bytes are those of one process, and so is the report: the other ranks get an empty one.
+    bytes are those of one process, and so is the report: the other ranks get an empty one. Errors spell options as the
+    command line does: `--group-size` is `group_size`, `--evaluate` is `evaluation`.
     """
     out = Path(out)
     options = Options(
@@ -329,7 +330,7 @@ def quantize_checkpoint(
     )
     kind = Scheme.of(scheme, activations, options.group_size)
     _require_used(options, kind, alpha=alpha, group_size=group_size, calibration=calibration)
-    with told(out), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
+    with told(out, RESUME), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
         run = Run(
             source,
             out,

@@ -27,9 +27,13 @@ class FlowError(BaracudaError):
     """A run that cannot start or go on: the message says why and what to do."""
 
 
-def some(names: list[str]) -> str:
+def some(names: list[str], shown: int = 3) -> str:
     """A few names, and how many there are besides."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+
+
+#: What ends a message about a run that can go on.
+RESUME = "repeat the command with --resume (in Python, resume=True)"
 
 
 _REMEDIES = {
@@ -43,13 +47,13 @@ _REMEDIES = {
 
 
 @contextmanager
-def told(out: Path) -> Iterator[None]:
-    """What the system refuses during a run into `out`, in a sentence: what is finished stays, the rest can follow."""
+def told(out: Path, then: str) -> Iterator[None]:
+    """What the system refuses while `out` is written, in a sentence; `then` says what to do once that is solved."""
     try:
         yield
     except OSError as error:
         if error.errno is None:
             raise FlowError(str(error)) from error
-        remedy = _REMEDIES.get(error.errno, "see to that")
+        remedy = _REMEDIES.get(error.errno, "solve this")
         where = error.filename or out
-        raise FlowError(f"{where}: {error.strerror}; {remedy}, then repeat the command with --resume") from error
+        raise FlowError(f"{where}: {error.strerror}; {remedy}, then {then}") from error

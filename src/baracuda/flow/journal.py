@@ -43,7 +43,9 @@ class Journal:
         known = self.folder / "run.json"
         if known.exists():
             if not resume:
-                raise FlowError(f"{self.out} holds an unfinished run: pass --resume to go on, or remove it")
+                raise FlowError(
+                    f"{self.out} holds an unfinished run: pass --resume (in Python, resume=True) to go on, or remove it"
+                )
             before = read_json(known)
             if before.get("fingerprint") != fingerprint:
                 changed = differences(before.get("run"), run) or "its inputs"

@@ -26,7 +26,13 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
-    scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
+    try:
+        scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
+    except FlowError as error:
+        raise FlowError(
+            f"{directory}: {error}; baracuda.load reads what `baracuda quantize` writes; load other checkpoints with "
+            "transformers"
+        ) from None
     require_transformers("baracuda.load builds transformers models")
     require_stored(directory, scheme)
     from .quantizer import METHOD  # needs transformers, and tells it about our modules

@@ -96,13 +96,16 @@ def _weights(layers: list[dict[str, Any]]) -> str:
     rows = "".join(
         f"<tr><td>{escape(layer['name'])}</td><td>{' x '.join(map(str, layer['shape']))}</td>"
         f"<td>{_number(layer['sqnr_db'], '.1f')}</td><td>{layer['max_error']:.2e}</td>"
+        f"<td>{layer['measured_rows']}</td>"
         f"<td>{_bytes(layer['bytes_before'])}</td><td>{_bytes(layer['bytes_after'])}</td></tr>"
         for layer in layers
     )
     return (
-        "<h2>Weights</h2><p>Signal over quantization noise of each weight, in decibels: 6 dB is one bit.</p>"
+        "<h2>Weights</h2><p>Signal over quantization noise of each weight, in decibels: 6 dB is one bit. Where a "
+        "weight is large, a sample of its rows is measured.</p>"
         f"{_bars([(layer['name'], [layer['sqnr_db']]) for layer in layers], ['SQNR, dB'])}"
         '<div class="scroll"><table><tr><th>layer</th><th>shape</th><th>SQNR dB</th><th>max error</th>'
+        "<th>rows measured</th>"
         f"<th>before</th><th>after</th></tr>{rows}</table></div>"
     )
 

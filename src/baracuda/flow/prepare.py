@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .calibrate import Observer, batches, read_sequences, run_batches
 from .checkpoint import Checkpoint
 from .distributed import Team
-from .errors import FlowError
+from .errors import FlowError, some
 from .folds import Folds, find_folds
 from .load import read_model, require_transformers
 from .preparation import Preparation, input_scale
@@ -74,6 +74,8 @@ def prepare(
         ]
         prepared.notes["not_folded"] = dict(sorted(folds.reasons.items()))
     _store(prepared, smoothing, structure)
+    if scheme.smooth:
+        prepared.notes["changed"] = sorted({*prepared.columns, *prepared.rows, *prepared.replaced})
     prepared.notes["outliers"] = {
         module: _outliers(maxima[name], smoothing.divisors.get(name), smoothing.alphas.get(name))
         for name, module in names.items()
@@ -125,7 +127,8 @@ def require_readable(model: nn.Module, sequences: list[Tensor], data: str) -> No
     vocabulary, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
     largest, longest = max(int(sequence.max()) for sequence in sequences), max(map(len, sequences))
     if vocabulary is not None and largest >= vocabulary:
-        raise FlowError(f"{data}: token {largest} is not in the model's vocabulary of {vocabulary}")
+        raise FlowError(f"{data}: token {largest} is not in the model's vocabulary of {vocabulary}; "
+                        "the data was made with another tokenizer: make it with this model's")  # fmt: skip
     if positions is not None and longest > positions:
         raise FlowError(
             f"{data}: a sequence of {longest} tokens, but the model reads {positions}: "
@@ -212,7 +215,10 @@ def _store(prepared: Preparation, smoothing: Smoothing, structure: Structure) ->
         for name, value in getattr(smoothing, kind).items():
             stored = structure.names.stored.get(name)
             if stored is None:
-                raise FlowError(f"smoothing changes {name}, which the checkpoint does not store under that name")
+                raise FlowError(
+                    f"smoothing changes {name}, which the checkpoint does not store under that name; "
+                    "use --scheme w8a8, or --ignore the layers it feeds"
+                )
             getattr(prepared, kind)[stored] = value
 
 
@@ -233,6 +239,8 @@ def _input_scales(
 ) -> None:
     """One scale for all linears that read the same value: servers fuse those, and keep only one."""
     for group in folds.inputs.values():
+        if group[0] not in maxima:
+            continue  # traced, but not reached by the data
         largest = max(
             float((maxima[w] / smoothing.divisors[w] if w in smoothing.divisors else maxima[w]).max()) for w in group
         )
@@ -240,4 +248,7 @@ def _input_scales(
             prepared.input_scales[names[weight]] = input_scale(largest)
     missing = sorted(set(names.values()) - set(prepared.input_scales))
     if missing:
-        raise FlowError(f"static activations: calibration never reached {missing[0]} and {len(missing) - 1} others")
+        raise FlowError(
+            f"static activations: expected calibration to reach every layer, it never reached {some(missing)}; "
+            "--ignore them, or use --activations dynamic"
+        )

@@ -15,9 +15,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn import QuantizedLinear, SmoothQuantLinear
+from ..patterns import matches
 from .experts import SERIALIZED, float_experts
 from .packed import PackedLinear
-from .patterns import matches
 from .scheme import Scheme, parse_config
 from .structure import stays_float
 

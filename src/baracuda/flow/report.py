@@ -106,7 +106,7 @@ def rebuild(out: str | Path) -> Path:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise FlowError(f"{out / JSON}: not a report of this version ({type(error).__name__}: {error})") from None
     temporary = out / f".{HTML}.tmp"
-    with told(out):
+    with told(out, "run it again"):
         temporary.write_text(text)
         temporary.replace(out / HTML)
         sync_directory(out)

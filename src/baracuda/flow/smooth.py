@@ -13,7 +13,7 @@ from ..scope import PerChannel, PerToken
 from .errors import FlowError
 from .folds import Fold, Producer
 
-#: alpha="auto" tries these, strength 0 (no smoothing at all) included.
+#: alpha="auto" tries these. None does not smooth; an alpha of 0 would: it makes the largest weight of each column 1.
 GRID = (None, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 

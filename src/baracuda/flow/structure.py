@@ -11,18 +11,19 @@ from typing import Any
 
 import torch
 
+from ..patterns import matches
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FlowError, some
 from .experts import stacked_experts
 from .names import Names, match_names
-from .patterns import matches
 from .scheme import FLOATS, Scheme
 from .surroundings import casts_to_its_type, needs_float_weights
 
 #: Used when transformers does not know the model. The report says so.
 RULES = (
     "two-dimensional floating-point tensors called *.weight with at least 16 rows and columns, except those whose name "
-    "contains embed, wte, wpe, lm_head, head, norm, router or gate at its end"
+    "contains embed, wte, wpe, lm_head, norm or router, or head as a whole word, or ends in shared.weight or "
+    ".gate.weight"
 )
 _NOT_LINEAR = re.compile(
     r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
@@ -131,10 +132,7 @@ def _why_nothing(left: dict[str, str]) -> str:
     alike: dict[str, list[str]] = {}
     for module, why in left.items():
         alike.setdefault(why, []).append(module)
-    told = [
-        f"{modules[0]}{f' and {len(modules) - 1} more' if len(modules) > 1 else ''}: {why}"
-        for why, modules in list(alike.items())[:8]
-    ]
+    told = [f"{some(modules, 1)}: {why}" for why, modules in list(alike.items())[:8]]
     return "; ".join(told) or "No Linear weights were found."
 
 

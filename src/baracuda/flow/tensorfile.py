@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import RESUME, CheckpointError
 
 #: Linux: begin to write dirty pages to the disk, and do not wait. Elsewhere all of it is left to the last fsync.
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
@@ -110,7 +110,7 @@ class TensorFile:
             raise CheckpointError(
                 "changed",
                 f"{self.path.name}: expected it to stay as it was when the run began, it changed while it was read; "
-                "let whatever writes it finish, then repeat the command with --resume",
+                f"let whatever writes it finish, then {RESUME}",
             )
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from ..patterns import matches
 from .checkpoint import FOREIGN_WEIGHTS, INDEX, SINGLE, Checkpoint, inside, read_json, shard_names
 from .companions import companions
 from .errors import CheckpointError, FlowError
 from .journal import FOLDER
 from .names import match_names
-from .patterns import matches
 from .report import JSON
 from .scheme import FLOATS, STORED, Scheme, parse_config
 from .structure import FUSED, skeleton
@@ -38,7 +38,10 @@ class Finding:
 
 
 def verify(out: str | Path, against: str | Path | None = None) -> list[Finding]:
-    """What is wrong with the checkpoint in `out`; `against` also compares it with the one it was made from."""
+    """What is wrong with the checkpoint in `out`; `against` also compares it with the one it was made from.
+
+    Every element of every tensor is compared, but for those that smoothing has changed on purpose: `smoothed` has them.
+    """
     check = _Check(Path(out))
     check.run(Path(against) if against is not None else None)
     return check.findings[:MAX_FINDINGS]
@@ -150,9 +153,10 @@ class _Check:
     def _surroundings(self) -> None:
         if (self.out / FOLDER).exists():
             self.add("unfinished", FOLDER, "a run into this directory has not ended; --resume it")
-        for path in sorted(self.out.iterdir()):
+        for path in sorted(self.out.rglob("*")):
             if path.suffix in FOREIGN_WEIGHTS:
-                self.add("foreign-weights", path.name, "weights that are not safetensors, and may run code when loaded")
+                where = str(path.relative_to(self.out))
+                self.add("foreign-weights", where, "weights that are not safetensors, and may run code when loaded")
 
     # -- tensors ---------------------------------------------------------------------------------------------
 
@@ -310,11 +314,11 @@ class _Check:
             self.add(error.code, str(directory), f"the original: {error}")
 
     def _compare(self, source: Checkpoint, scheme: Scheme | None) -> None:
-        smoothed = _smoothed(self.out)
+        changed = smoothed(self.out)
         for name in source.where:
             module = name.removesuffix(".weight")
             if module in self.modules:
-                if scheme is not None and not smoothed and not self._flagged(module):
+                if scheme is not None and name not in changed and not self._flagged(module):
                     self._compare_weight(source, name, module, scheme)
             elif name not in self.entries:
                 self.add("missing-tensor", name, "the original has it")
@@ -323,7 +327,7 @@ class _Check:
             ).shape:
                 self.add("wrong-dtype" if mine.shape == source.entry(name).shape else "shape-mismatch", name,
                          f"the original is {source.entry(name).dtype} {list(source.entry(name).shape)}")  # fmt: skip
-            elif not smoothed and not self._same_bytes(source, name):
+            elif name not in changed and not self._same_bytes(source, name):
                 self.add("wrong-values", name, "it differs from the original, though the scheme leaves it as it is")
         for name in self.entries:
             module = name.rpartition(".")[0]
@@ -347,14 +351,15 @@ class _Check:
         )
 
     def _compare_weight(self, source: Checkpoint, name: str, module: str, scheme: Scheme) -> None:
-        """A few rows, dequantized: each element must be the original's, rounded."""
+        """Rows dequantized, a block at a time: each element must be the original's, rounded."""
         entry = source.entry(name)
         rows = self.modules_rows(module, scheme)
         if len(entry.shape) != 2 or entry.shape[0] != rows:
             return self.add("shape-mismatch", name, f"the original is {list(entry.shape)}")
         parts = ("weight_packed", "weight_scale") if scheme.packed else ("weight", "weight_scale")
-        for first in sorted({0, rows // 2, max(0, rows - 8)}):
-            last = min(rows, first + 8)
+        step = max(1, BLOCK_BYTES // max(1, entry.row_bytes))
+        for first in range(0, rows, step):
+            last = min(rows, first + step)
             stored = {part: self._file(f"{module}.{part}").read(f"{module}.{part}", first, last) for part in parts}
             original = source.shards[source.where[name]].read(name, first, last).float()
             restored = scheme.dequantize(stored)
@@ -373,10 +378,11 @@ def _as_float(name: str) -> str:
     return name.removesuffix("_packed") if name.endswith(".weight_packed") else name
 
 
-def _smoothed(out: Path) -> bool:
-    """Whether the report says that weights and norms were changed on purpose."""
+def smoothed(out: Path) -> frozenset[str]:
+    """The tensors that, by the report, smoothing has changed on purpose: not compared with the original's."""
     try:
         smoothing = read_json(out / JSON).get("smoothing")
-    except CheckpointError:
-        return False
-    return isinstance(smoothing, dict) and bool(smoothing.get("folded"))
+        changed = smoothing["changed"] if isinstance(smoothing, dict) else []
+        return frozenset(map(str, changed))
+    except (CheckpointError, KeyError, TypeError):  # a report can hold anything
+        return frozenset()

@@ -72,9 +72,9 @@ class FakeQuantize(nn.Module):
         if strategy not in get_args(Strategy):
             raise InvalidProblem(f"strategy: expected one of {', '.join(get_args(Strategy))}, got {strategy!r}")
         self.strategy, self.scope, self.scale_shape = strategy, scope, tuple(scale_shape)
-        self.element, self.mode = ElementKind.of(element), member(DynamicRangeMode, mode)
+        self.element, self.mode = ElementKind.of(element, "element"), member(DynamicRangeMode, mode, "mode")
         self.q_min, self.q_max = dynamic_range(self.element, self.mode, q_min, q_max)
-        self.arithmetic, self.include_zero = member(Arithmetic, arithmetic), include_zero
+        self.arithmetic, self.include_zero = member(Arithmetic, arithmetic, "arithmetic"), include_zero
         self.grad_factor, self.enabled, self.observing = grad_factor, True, True
         self.scale_dtype = scale_dtype
         self.observer: Observer | None = None

@@ -58,8 +58,8 @@ class IntegerLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight_element = ElementKind.of(weight_element)
-        self.mode, self.activation = member(DynamicRangeMode, mode), ElementKind.of(activation)
+        self.weight_element = ElementKind.of(weight_element, "weight_element")
+        self.mode, self.activation = member(DynamicRangeMode, mode, "mode"), ElementKind.of(activation, "activation")
         self.q_min, self.q_max = self._range(q_min, q_max)
         require_computable(self.weight_element, self.activation, self.mode, self.q_min, self.q_max)
         stored = packed_shape((out_features, in_features), self.weight_element)

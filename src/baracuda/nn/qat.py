@@ -49,7 +49,7 @@ class QATLinear(nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.weight_element = ElementKind.of(weight_element)
+        self.weight_element = ElementKind.of(weight_element, "weight_element")
         low, high = dynamic_range(self.weight_element, DynamicRangeMode.SYMMETRIC)
         self.weight_fake_quantize = FakeQuantize(
             weight_strategy, PerChannel(0), (out_features,), q_min=low, q_max=high, scale_dtype=torch.float32

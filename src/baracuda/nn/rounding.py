@@ -86,7 +86,11 @@ class Rounding:
 
 
 def _straight_through(x: Tensor, y: Tensor) -> Tensor:
-    """y with the gradient of x, and no node of Python: a copy of x to where it is moves nothing, and is recorded."""
+    """y with x's gradient, without a Python autograd node.
+
+    `copy_` from x onto its own memory changes nothing but is recorded as CopyBackwards; setting `.data` then puts y in
+    its place.
+    """
     carrier = x.data.copy_(x)
     carrier.data = y
     return carrier

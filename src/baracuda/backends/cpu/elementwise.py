@@ -17,7 +17,7 @@ from ..registry import Launch, Value
 ELEMENTS: dict[ElementKind, int] = {kind: code for code, kind in enumerate((*FLOATS, *INTEGERS))}
 ACTIVATIONS: dict[Activation, int] = {kind: code for code, kind in enumerate(Activation)}
 DTYPES: dict[torch.dtype, int] = {kind.dtype: code for kind, code in ELEMENTS.items() if kind.is_float}
-_F32 = ELEMENTS[ElementKind.F32]
+F32 = ELEMENTS[ElementKind.F32]
 _OPS = {
     op: code
     for code, op in enumerate(
@@ -154,7 +154,7 @@ def _bind_dynamic(p: Problem) -> Launch:
 def _scale(scale: Value) -> tuple[int, int, int, float]:
     if isinstance(scale, Tensor):
         return scale.data_ptr(), DTYPES[scale.dtype], pitch(scale), 1.0
-    return 0, _F32, DENSE, float(cast(float, scale))
+    return 0, F32, DENSE, float(cast(float, scale))
 
 
 def _zero_point(zero_point: Value) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ from ... import _cpu
 from ...problem import Problem, activation_problem
 from ...types import DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Value
-from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, native_plan, pitch, threads_for
+from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, F32, native_plan, pitch, threads_for
 
 #: K up to which |a| <= 128 times |w| <= 128 cannot leave 32 bits, whatever the data.
 _LIBRARY_LIMIT = (2**31 - 1) // 2**14
@@ -100,7 +100,7 @@ class Bound:
         kind = self.p.quantized
         zero_point = int(act_zero_point) if act_zero_point is not None else 0
         zero_point = min(max(zero_point, kind.q_min), kind.q_max)
-        scale = (0, 2, float(cast(float, act_scale)), 0, zero_point)
+        scale = (0, F32, float(cast(float, act_scale)), 0, zero_point)
         scales = cast("_cpu.Scales", (*scale, *_others(weight_scale, bias, residual)))
         self._multiply(act.data_ptr(), pitch(act), act, scales, weight, weight_sum, out, workspace)
 
@@ -161,8 +161,8 @@ def _others(weight_scale: Value, bias: Value, residual: Value) -> Iterator[float
     if isinstance(weight_scale, Tensor):
         yield from (weight_scale.data_ptr(), DTYPES[weight_scale.dtype], 1.0)
     else:
-        yield from (0, 2, float(cast(float, weight_scale)))
-    yield from (0, 2) if bias is None else (_address(bias), DTYPES[cast(Tensor, bias).dtype])
+        yield from (0, F32, float(cast(float, weight_scale)))
+    yield from (0, F32) if bias is None else (_address(bias), DTYPES[cast(Tensor, bias).dtype])
     yield from (0, DENSE) if residual is None else (_address(residual), pitch(cast(Tensor, residual)))
 
 

@@ -39,8 +39,8 @@ def descriptor_form(dtype: torch.dtype, block: list[int]) -> str:
     return f"tensordesc<{POINTERS[dtype][1:]}{block},{layout!r}>"
 
 
-def _shape_of(value: Value, per_token: bool = False) -> str:
-    return "number" if not isinstance(value, Tensor) else "vector" if per_token or value.dim() else "scalar"
+def _shape_of(value: Value) -> str:
+    return "number" if not isinstance(value, Tensor) else "vector" if value.dim() else "scalar"
 
 
 def scale_forms(

@@ -29,12 +29,12 @@ _BACKWARD = (
     QuantizeKind.FAKE_QUANTIZE_BACKWARD,
 )
 _WORK = {
-    QuantizeKind.QUANTIZE: tune.Work.ONE,
-    QuantizeKind.FAKE_QUANTIZE: tune.Work.BACK,
+    QuantizeKind.QUANTIZE: tune.Work.QUANTIZE,
+    QuantizeKind.FAKE_QUANTIZE: tune.Work.FAKE_QUANTIZE,
     QuantizeKind.DEQUANTIZE: tune.Work.LIGHT,
     QuantizeKind.DEQUANTIZE_BACKWARD: tune.Work.LIGHT,
-    QuantizeKind.FAKE_QUANTIZE_BACKWARD: tune.Work.TWO,
-    QuantizeKind.QUANTIZE_BACKWARD: tune.Work.DIVIDED,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: tune.Work.GRADIENT,
+    QuantizeKind.QUANTIZE_BACKWARD: tune.Work.DIVIDED_GRADIENT,
 }
 _PACKED = {ElementKind.U4: packing.UNSIGNED_PAIRS.value, ElementKind.S4: packing.SIGNED_PAIRS.value}
 
@@ -126,7 +126,7 @@ def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]
 
 
 def comes_early(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
-    work = _WORK.get(problem.op, tune.Work.ONE)
+    work = _WORK.get(problem.op, tune.Work.QUANTIZE)
     return tune.early(programs, tune.processors_of(device), sum(traffic(problem)), work=work, again=again)
 
 

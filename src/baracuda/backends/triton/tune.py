@@ -32,13 +32,13 @@ class Tile:
 
 
 class Work(Enum):
-    """What an elementwise op does: a multiplication; a quantization; and back; with a gradient; divided by it."""
+    """What an elementwise op does: a multiplication; a quantization; and back; a gradient, passed on or divided."""
 
     LIGHT = "light"
-    ONE = "one"
-    BACK = "back"
-    TWO = "two"
-    DIVIDED = "divided"
+    QUANTIZE = "quantize"
+    FAKE_QUANTIZE = "fake_quantize"
+    GRADIENT = "gradient"
+    DIVIDED_GRADIENT = "divided_gradient"
 
 
 class Out(Enum):
@@ -87,10 +87,10 @@ def streams(read: int, written: int, cache: int, *, work: Work) -> bool:
     tokens, took 12 % longer streamed (H200).
     """
     widens = work is Work.LIGHT and written > 2 * read  # scales are read, too
-    return written > cache and (widens or work is Work.TWO)
+    return written > cache and (widens or work is Work.GRADIENT)
 
 
-def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.ONE, again: bool = False) -> bool:
+def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.QUANTIZE, again: bool = False) -> bool:
     """Whether a kernel that moves `nbytes` comes while the one before it still runs.
 
     That saves most of a microsecond between the two. But programs of a kernel that comes early start at no more than
@@ -115,13 +115,13 @@ def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
         size = 4096 // (element_bytes if packed else min(element_bytes, 4))
     elif packed or element_bytes == 8:
         warps = 2
-    elif work is Work.TWO and element_bytes == 2:
+    elif work is Work.GRADIENT and element_bytes == 2:
         warps = 8
-    elif work is Work.ONE and element_bytes == 4:
+    elif work is Work.QUANTIZE and element_bytes == 4:
         size, warps = 2 * size, 8  # half as many programs to start, for what writes little
     columns = min(power_of_two(width), size)
     # Packed, a byte moved is more to compute: it takes as many threads as can be had.
-    registers = 48 if packed and element_bytes == 2 and work is Work.ONE else 0
+    registers = 48 if packed and element_bytes == 2 and work is Work.QUANTIZE else 0
     if columns == size:
         return Tile(1, columns, warps, vector=vector if packed else 0, registers=registers)
     # A thread works out a short line's scale once for all its parts.
@@ -147,8 +147,8 @@ def columns(view: View, element_bytes: int, processors: int, *, work: Work, pack
     size, across, warps, repeats, vector = 2048, 256, 4, 4, 4 if element_bytes == 4 and many else 2
     if element_bytes == 2:
         size, across, warps, repeats, vector = {
-            Work.TWO: (2048, 128, 4, 4, 4),
-            Work.DIVIDED: (2048, 256, 4, 8, 2),
+            Work.GRADIENT: (2048, 128, 4, 4, 4),
+            Work.DIVIDED_GRADIENT: (2048, 256, 4, 8, 2),
         }.get(work, (2048, 128, 2, 8, 4) if packed else (4096, 128, 4, 8, 4) if many else (2048, 256, 4, 8, 2))
     across = min(power_of_two(inner), across)
     lines = min(power_of_two(run), max(size // across, 1))
