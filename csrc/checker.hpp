@@ -93,7 +93,9 @@ private:
             PyErr_Clear();
             return false;
         }
-        return out.device.type == device_.type && out.device.index == device_.index;
+        // A freed storage is at no address, or at the tensor's offset from none.
+        const bool is_there = address_of(out) >= 4096 || !bytes_of(out);
+        return is_there && out.device.type == device_.type && out.device.index == device_.index;
     }
 
     // Whether two contiguous tensors share memory.

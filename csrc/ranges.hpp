@@ -180,16 +180,20 @@ inline M asymmetric_scale(const Problem& p, M low, M high) {
 template <class M>
 inline M asymmetric(const Problem& p, M low, M high, int32_t& zero_point) {
     const M low_zero = low > 0 ? M(0) : low, high_zero = high < 0 ? M(0) : high;
-    if (p.include_zero) low = low_zero, high = high_zero;
+    bool includes = p.include_zero;
+    if (includes) low = low_zero, high = high_zero;
     M scale = asymmetric_scale<M>(p, low, high);
     // Far from zero the literal formula's zero point would swallow the data: such a segment includes zero.
     if (magnitude(low / scale) > M(0x1p22)) {
+        includes = true;
         low = low_zero, high = high_zero;
         scale = asymmetric_scale<M>(p, low, high);
     }
     M t = rounded(p.reciprocal ? low * (M(1) / scale) : low / scale);
     M z = M(p.q_min) - (t == t ? t : M(0));
     z = z < M(-MAX_ZERO_POINT) ? M(-MAX_ZERO_POINT) : z > M(MAX_ZERO_POINT) ? M(MAX_ZERO_POINT) : z;
+    // By a scale that was rounded down to 16 bits, the range may reach a step beyond q_max; zero stays inside.
+    if (includes && z > M(p.q_max)) z = M(p.q_max);
     zero_point = int32_t(z);
     return scale;
 }

@@ -15,6 +15,13 @@ import baracuda
 from baracuda import InvalidProblem, PerChannel, PerGroup, PerToken, Unsupported
 
 X = torch.linspace(-3, 3, 24).view(4, 6)
+
+
+def _freed(tensor: Tensor) -> Tensor:
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 Q = X.to(torch.int8)
 W, WS = torch.ones(3, 6, dtype=torch.int8), torch.ones(3)
 FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
@@ -306,6 +313,24 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         ),
         InvalidProblem,
         "shape: expected a size for each axis, .*got 4",
+    ),
+    (
+        "a scale whose memory was freed",
+        lambda: baracuda.quantize(X, _freed(torch.ones(8)[4:]), scope=PerToken()),
+        InvalidProblem,
+        "scale: expected a tensor with memory, got a Tensor without",
+    ),
+    (
+        "an output that requires a gradient",
+        lambda: baracuda.fake_quantize(X, 1.0, out=torch.empty(4, 6, requires_grad=True)),
+        InvalidProblem,
+        "out= does not record gradients",
+    ),
+    (
+        "a pair without a scope",
+        lambda: baracuda.autograd.dequantize(X, 1.0, scope=None),  # type: ignore[arg-type]
+        InvalidProblem,
+        "scope: expected PerTensor",
     ),
     ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
     (

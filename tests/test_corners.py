@@ -251,6 +251,18 @@ def test_include_zero_is_off_unless_asked_for(element: ElementKind, backend: Bac
 
 
 @both_backends
+@pytest.mark.parametrize("element", [F16, BF16], ids=str)
+def test_zero_stays_inside_whatever_its_scale_was_rounded_to(element: ElementKind, backend: BackendKind | None) -> None:
+    x = -torch.rand(4096, 2, generator=torch.Generator().manual_seed(0))
+    x[:, 1] = 0
+    x = (x * (2.0**-16 if element is F16 else 200)).to(element.dtype)
+    fields = {"mode": ASYMMETRIC, "include_zero": True, "scale_element": element, "q_min": -127, "q_max": 127}
+    out = dynamic(x, backend, **fields)
+    assert out["zero_point_out"].max() == 127
+    assert torch.equal(out["output"][:, 1].to(torch.int32), out["zero_point_out"])  # zero comes back as zero
+
+
+@both_backends
 @pytest.mark.parametrize("element", [F32, F64], ids=str)
 def test_include_zero_turns_itself_on_far_from_zero(element: ElementKind, backend: BackendKind | None) -> None:
     near = torch.tensor([[16384.0, 16385.0]], dtype=element.dtype)  # 16384 * 255 < 2**22

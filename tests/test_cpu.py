@@ -29,6 +29,14 @@ pytestmark = pytest.mark.usefixtures("restored")
 # -- the same bits -----------------------------------------------------------------------------------------------
 
 
+def test_sums_are_exact_where_the_library_may_not_use_what_the_processor_can_do() -> None:
+    code = "import torch, baracuda as b; w = torch.full((16, 64), 127, dtype=torch.int8);"
+    code += "print(b.quantized_linear(torch.ones(16, 64), w, 1 / 127).unique().tolist())"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True, timeout=120)
+    assert output.strip() == "[64.0]"
+
+
 @pytest.mark.parametrize("op", sorted(OPS_HERE, key=lambda op: op.value), ids=lambda op: op.value)
 def test_every_case_has_the_bits_of_the_reference_on_every_instruction_set(op: QuantizeKind) -> None:
     cases = [case for case in CASES if case.problem.op is op]

@@ -178,6 +178,24 @@ def test_replicas_that_initialise_learned_scales_by_their_first_batch_stay_alike
     on_two_ranks(_ddp_from_the_start)
 
 
+def _ddp_loaded_on_one_rank(mesh: DeviceMesh) -> None:
+    trained, model = Mlp(), Mlp()
+    for each in (trained, model):
+        baracuda.prepare_qat(each, weight_strategy="learned", activation_strategy="learned")
+    trained(torch.randn(8, 32))
+    if mesh.get_local_rank() == 0:
+        model.load_state_dict(trained.state_dict())
+    parallel = DistributedDataParallel(model)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    parallel(torch.randn(4, 32)).square().mean().backward()
+    for name, value in model.named_parameters():
+        assert torch.equal(value, before[name]), name  # nobody found scales anew
+
+
+def test_scales_that_one_rank_has_loaded_reach_the_others() -> None:
+    on_two_ranks(_ddp_loaded_on_one_rank)
+
+
 def _fsdp(mesh: DeviceMesh) -> None:
     torch.manual_seed(3)
     model, x = Mlp(), torch.randn(8, 32)

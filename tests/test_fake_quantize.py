@@ -122,6 +122,34 @@ def test_a_learned_fake_quantize_learns_to_lessen_its_error() -> None:
     assert restored.initialised and torch.equal(restored(x), fake(x))
 
 
+@pytest.mark.parametrize("mode", ["symmetric", "asymmetric"])
+def test_a_backward_may_come_after_the_next_forward(mode: str) -> None:
+    x, y = torch.randn(64, requires_grad=True), 3 * torch.randn(64)
+    fake = FakeQuantize("static", mode=mode)
+    first = fake(x)
+    scale, zero_point = fake.scale.clone(), None if fake.zero_point is None else fake.zero_point.clone()
+    (first.sum() + fake(y).sum()).backward()
+    alone = x.detach().requires_grad_()
+    baracuda.fake_quantize(alone, scale, zero_point).sum().backward()
+    assert x.grad is not None and alone.grad is not None and torch.equal(x.grad, alone.grad)
+
+
+def test_a_learned_scale_that_was_copied_in_is_kept() -> None:
+    taught, student = FakeQuantize("learned"), FakeQuantize("learned")
+    taught(torch.randn(64))
+    with torch.no_grad():
+        student.scale.copy_(taught.scale)
+    student(100 * torch.randn(64))
+    assert student.initialised and torch.equal(student.scale, taught.scale)
+
+
+def test_an_empty_batch_teaches_a_learned_scale_nothing() -> None:
+    fake = FakeQuantize("learned")
+    assert fake(torch.empty(0)).shape == (0,) and not fake.initialised
+    fake(torch.full((3,), 1.27))
+    assert fake.scale.item() == pytest.approx(0.01)
+
+
 def test_fake_quantize_keeps_its_types_when_the_model_changes_its_own() -> None:
     for strategy in ("static", "learned"):
         fake = FakeQuantize(strategy)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -195,6 +196,13 @@ def test_whatever_speaks_dlpack_comes_in() -> None:
             return X.__dlpack_device__()
 
     assert torch.equal(baracuda.quantize(Foreign(), 0.1), baracuda.quantize(X, 0.1))
+
+
+def test_numbers_are_held_to_the_same_under_torchs_modes() -> None:
+    for scale, zero_point in ((True, None), (1.0, 3.0), (1.0, True), (10**400, None)):
+        for mode in (nullcontext(), torch.device("cpu")):
+            with mode, pytest.raises(baracuda.InvalidProblem, match=r"^(scale|zero_point): expected"):
+                baracuda.quantize(X, scale, zero_point)
 
 
 # -- out= --------------------------------------------------------------------------------------------------------

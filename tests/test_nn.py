@@ -44,6 +44,15 @@ def empty_like(module: nn.Module) -> nn.Module:
     return type(module)(module.in_features, module.out_features, module.bias is not None, **options)
 
 
+def test_row_sums_made_in_inference_mode_serve_outside_of_it() -> None:
+    linear, x = QuantizedLinear.from_float(nn.Linear(16, 8), mode="asymmetric"), torch.randn(2, 16)
+    with torch.inference_mode():
+        expected = linear(x).clone()
+    x.requires_grad_()
+    linear(x).sum().backward()
+    assert torch.equal(linear(x), expected) and x.grad is not None
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_quantized_linear_is_the_function_on_the_quantized_weight(dtype: torch.dtype) -> None:
     module, x = QuantizedLinear.from_float(linear(dtype)), torch.randn(2, 5, 24, dtype=dtype)

@@ -316,6 +316,30 @@ def test_a_workspace_over_an_argument_is_refused_before_anything_is_written(halv
     assert room.tolist() == [7] * 80
 
 
+def test_a_minus_that_torch_has_put_off_is_refused_by_plans() -> None:
+    plan = baracuda.FakeQuantizePlan.select(baracuda.FakeQuantizeDescriptor(4, -128, 127, "f32"), device="cpu")
+    plain, negative = torch.ones(4), torch._neg_view(torch.ones(4))
+    for args in (
+        baracuda.FakeQuantizeArgs(negative, 1.0, None, torch.empty(4)),
+        baracuda.FakeQuantizeArgs(plain, 1.0, None, negative),
+    ):
+        assert "a view of its negative; call .resolve_neg()" in plan.can_implement(args).reason
+        with pytest.raises(baracuda.InvalidProblem, match="a view of its negative"):
+            plan.run(args)
+
+
+def test_a_workspace_may_have_any_shape() -> None:
+    desc = baracuda.QuantizedLinearDescriptor(m=16, c_out=32, k=64)
+    plan = baracuda.QuantizedLinearPlan.select(desc, device="cpu")
+    args = baracuda.QuantizedLinearArgs(
+        torch.randn(16, 64), torch.ones(32, 64, dtype=torch.int8), 0.1, torch.empty(16, 32)
+    )
+    plan.run(args, torch.empty(plan.workspace_size(), dtype=torch.uint8))
+    expected = args.output.clone()
+    plan.run(args, torch.empty(2, plan.workspace_size(), dtype=torch.uint8))
+    assert torch.equal(args.output, expected)
+
+
 def test_a_stream_is_one_of_torchs(halve: Any) -> None:
     args = HalveArgs(torch.ones(4), torch.empty(4))
     with pytest.raises(baracuda.InvalidProblem, match="stream: expected Stream, got str"):

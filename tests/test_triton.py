@@ -119,25 +119,32 @@ def test_programs_that_walk_down_their_columns_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8, ElementKind.S4])
-@pytest.mark.parametrize("mode", list(DynamicRangeMode))
+@pytest.mark.parametrize(
+    ("mode", "include_zero"),
+    [(DynamicRangeMode.SYMMETRIC, False), (DynamicRangeMode.ASYMMETRIC, False), (DynamicRangeMode.ASYMMETRIC, True)],
+)
 @pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.BF16])
 def test_quotients_reach_their_bounds_and_no_further(
-    element: ElementKind, mode: DynamicRangeMode, kind: ElementKind
+    element: ElementKind, mode: DynamicRangeMode, include_zero: bool, kind: ElementKind
 ) -> None:
     """Small f16 scales are rounded so coarsely that x / scale is half as large again as q may be; odd zero points."""
     low = kind.q_min + (mode is DynamicRangeMode.SYMMETRIC and kind.q_min < 0)
     shape, op = (64, 16), QuantizeKind.DYNAMIC_QUANTIZE
-    p = Problem(op, shape, element, kind, low, kind.q_max, PerToken(), mode, scale_element=element)
+    options = {"scale_element": element, "include_zero": include_zero}
+    p = Problem(op, shape, element, kind, low, kind.q_max, PerToken(), mode, **options)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     ends = torch.randint(1, 400, (2, 64, 1), generator=generator)
     x = torch.rand(shape, generator=generator) * ends.sum(0) - ends[1]
     x[:, 0], x[:, 1] = ends[0, :, 0], -ends[1, :, 0]
+    x = -x.abs() if include_zero else x
     outputs = []
     for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
         plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
         outputs.append(plan.compute(((x.round() * 2.0**-24).to(element.dtype),)))
     for got, wanted in zip(*outputs, strict=True):
         assert (got is None and wanted is None) or torch.equal(got, wanted)
+    if include_zero:
+        assert kind.q_min <= outputs[0][1].min() and outputs[0][1].max() == kind.q_max
 
 
 @pytest.mark.parametrize("op", [QuantizeKind.FAKE_QUANTIZE_BACKWARD, QuantizeKind.QUANTIZE_BACKWARD])

@@ -20,7 +20,7 @@ from .errors import Unsupported
 from .execute import audience, cached_plan, transform_level
 from .ops import _LIBRARY, OPERATORS, Key, rounded
 from .plan import SelectedPlan
-from .scope import PerChannel, PerTensor, Scope, Shape
+from .scope import PerChannel, PerTensor, Scope, Shape, require_scope
 from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
 
 _LINEAR_IN_GRAD_OUTPUT = (
@@ -102,6 +102,8 @@ class _Transformed(_Recorded):
         factor: float, *inputs: Any,
     ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:  # fmt: skip
         """One after the other, as torch itself does with an operator it knows nothing of."""
+        if info.batch_size == 0:
+            raise Unsupported("vmap over a batch of none, whose results have no shape; leave it out")
         results = []
         for i in range(info.batch_size):
             dims = zip(inputs, in_dims[-len(inputs) :], strict=True)
@@ -379,6 +381,7 @@ def quantize(
     dx = dy / scale where x was in range, else 0. Scale and zero point get no gradient here.
     """
     x, kind = as_tensor(x, "x"), _carried(dtype)
+    require_scope(scope)
     key = static_key(
         ElementKind.of(x.dtype), kind, kind.q_min, kind.q_max, scope, member(Arithmetic, arithmetic, "arithmetic")
     )
@@ -400,6 +403,7 @@ def dequantize(
     `quantize(q, 1.0)` takes them, to the nearest integer within the range of `element`. dq = dy * scale where q was in
     that range, else 0. Scale and zero point have gradients of their own.
     """
+    require_scope(scope)
     kind, q = _carried(element), quantize(as_tensor(q, "q"), 1.0, dtype=element)
     key = static_key(ElementKind.of(q.dtype), kind, kind.q_min, kind.q_max, scope)
     integers = q.detach().to(kind.dtype)

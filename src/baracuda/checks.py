@@ -120,6 +120,11 @@ class Checker:
                     or value.layout is not torch.strided
                 ):
                     self._require_tensor(value, expected)
+                if value.numel() and _address(value) < 4096:
+                    raise InvalidProblem(
+                        f"{self._where(expected)}: expected a tensor with memory, got a {type(value).__name__} "
+                        "without; give what was freed its memory again, and of a wrapper the tensor inside"
+                    )
                 if contiguous and not value.is_contiguous():
                     contiguous = False
             elif value is None and expected.optional:
@@ -183,6 +188,14 @@ class Checker:
         self._require_tensor(value, expected)
         self._check_own_memory(value, expected)
 
+    def check_signs(self, operands: tuple[Value, ...]) -> None:
+        """Raises for a tensor whose minus torch has put off: it is not in the memory, which kernels read."""
+        for i, value in enumerate(operands):
+            if type(value) not in _NO_MEMORY and isinstance(value, Tensor) and value.is_neg():
+                where = self._where(self.expected[i])
+                raise InvalidProblem(f"{where}: expected a tensor as it is in memory, got a view of its negative; "
+                                     "call .resolve_neg()")  # fmt: skip
+
     def check_apart(self, workspace: Tensor, operands: tuple[Value, ...]) -> None:
         """Raises if the workspace, which is contiguous, shares memory with an operand."""
         start = workspace.data_ptr()
@@ -211,6 +224,14 @@ class Checker:
                     f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; "
                     "give it memory of its own"
                 )
+
+
+def _address(value: Tensor) -> int:
+    """Where it is; less than 4096 for what is nowhere: a freed storage, or a wrapper around other tensors."""
+    try:
+        return value.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _perhaps(*_: object) -> bool:

@@ -168,6 +168,7 @@ def dynamic_fake_quantize(
     """What `dynamic_quantize` would make of x, dequantized, in one pass and x's own type. It records no gradient."""
     x = as_tensor(x, "x").detach()
     key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    require_scope(scope)
     return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, key)[-1]
 
 
@@ -230,7 +231,7 @@ def smoothquant_linear(
     shape, out_shape = _linear_shape(x_q, weight_q)
     kind = ElementKind.of_tensor(x_q.dtype, "x_q")
     weight = ElementKind.of(_element_of(weight_q, weight_element), "weight_element")
-    symmetric = act_zero_point is None or (not hasattr(act_zero_point, "__dlpack__") and act_zero_point == 0)
+    symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
     mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
     element, stored, act = ElementKind.of(dtype, "dtype"), ElementKind.F32, member(Activation, activation, "activation")
     key = (
@@ -302,10 +303,10 @@ def _linear(
 def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
     if out is None:
         return result
-    if result.requires_grad:
-        raise InvalidProblem(f"{op.value}: out= does not record gradients; drop it or use torch.no_grad()")
     if not isinstance(out, Tensor):
         raise InvalidProblem(f"{op.value}: out: expected a {result.dtype} tensor, got {type(out).__name__}")
+    if result.requires_grad or (out.requires_grad and torch.is_grad_enabled()):
+        raise InvalidProblem(f"{op.value}: out= does not record gradients; drop it or use torch.no_grad()")
     if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
         raise InvalidProblem(
             f"{op.value}: out: expected {result.dtype} of shape {list(result.shape)} on {result.device}, "

@@ -32,7 +32,11 @@ def on_huge_pages(fresh: Tensor) -> Tensor:
     it is gone; until then it is the tensor's own, though such memory cannot be resized.
     """
     if _KNOWN:
-        view = memoryview(block := _block(-(-fresh.nbytes // _PAGE) * _PAGE))
+        try:
+            block = _block(-(-fresh.nbytes // _PAGE) * _PAGE)
+        except OSError:  # no room for a second one
+            return fresh
+        view = memoryview(block)
         weakref.finalize(view, _release, block).atexit = False
         storage = torch.frombuffer(view, dtype=torch.uint8, count=fresh.nbytes).untyped_storage()
         fresh.set_(storage, 0, fresh.shape, fresh.stride())

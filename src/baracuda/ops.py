@@ -29,6 +29,8 @@ _FIELDS = (
     "str arithmetic, str scale_element, bool include_zero, str weight, str epilogue, SymInt? size, float grad_factor"
 )
 _FIELD_COUNT = 15
+#: Numbers that are not a tracer's.
+_PLAIN_NUMBERS = (bool, int, float)
 _LIBRARY = torch.library.Library("baracuda", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -124,6 +126,8 @@ class Operator:
         self, inputs: tuple[Value, ...], key: Key, size: int | None = None, grad_factor: float = 1.0
     ) -> tuple[Tensor, ...]:
         """Through torch's dispatcher, whatever the tensors are."""
+        if not torch.compiler.is_compiling():
+            self._require_numbers(inputs, key)
         arguments: list[Any] = []
         for operand, value in zip(self.inputs, inputs, strict=True):
             if operand.number is None:
@@ -133,6 +137,12 @@ class Operator:
                 arguments += [value, None] if tensor else [None, value]
         result = self.call(*arguments, *encode(key), size, grad_factor)
         return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def _require_numbers(self, inputs: tuple[Value, ...], key: Key) -> None:
+        """What a plan asks of numbers. The dispatcher would take True for one, or refuse in words of its own."""
+        for operand, value in zip(self.inputs, inputs, strict=True):
+            if operand.number is not None and type(value) in _PLAIN_NUMBERS:
+                operand.number(_symbolic(self.op, (), key)).require(operand.name, value)
 
     def implementation(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
         inputs, key, size, _ = self.unflatten(args)
@@ -190,7 +200,7 @@ def unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:
     if not kind.is_packed or not shape:
         return shape
     full = 2 * shape[-1]
-    if size is not None and size not in (full, full - 1):
+    if size is not None and (size not in (full, full - 1) or isinstance(size, float)):
         raise InvalidProblem(f"size: expected {full} or {full - 1} for a last axis of {shape[-1]} bytes, got {size}")
     return (*shape[:-1], full if size is None else size)
 

@@ -42,7 +42,7 @@ def unpack_int4(packed: Tensor, element: ElementKind | torch.dtype | str = "s4",
         nibbles = packed & 15
     else:
         full = 2 * packed.shape[-1]
-        if size is not None and size not in (full, full - 1):
+        if size is not None and (size not in (full, full - 1) or isinstance(size, float)):
             raise InvalidProblem(
                 f"unpack_int4: expected size {full} or {full - 1} for {packed.shape[-1]} bytes in a row, got {size}"
             )

@@ -210,19 +210,23 @@ class Plan(SelectedPlan, Generic[D, A]):
     def can_implement(self, args: A) -> Support:
         """Truthy, or falsy with the reason `run` would raise. Touches no data."""
         try:
-            self._check(self.operands(args))
+            operands = self.operands(args)
+            self._check(operands)
+            self._check.check_signs(operands)
         except BaracudaError as error:
             return Support(str(error))
         return Support()
 
     def run(self, args: A, workspace: Tensor | None = None, *, stream: torch.cuda.Stream | None = None) -> None:
         """Launch on torch's current stream, or on `stream`. The workspace must not share memory with an argument."""
+        operands = self.operands(args)
+        self._check.check_signs(operands)
         if stream is None:
-            self.launch(self.operands(args), workspace)
+            self.launch(operands, workspace)
             return
         _require_type("stream", stream, torch.cuda.Stream)
         with torch.cuda.stream(stream):
-            self.launch(self.operands(args), workspace)
+            self.launch(operands, workspace)
 
 
 def _require_type(name: str, value: object, expected: type, remedy: str = "") -> None:

@@ -126,8 +126,10 @@ def choose_qparams(x: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
     low, high = torch.where(far, with_zero[0], low), torch.where(far, with_zero[1], high)
     scale = asymmetric_scale(low, high, p)
     t = steps(low, scale.to(low.dtype), p.arithmetic).nan_to_num(nan=0.0)
-    zero_point = (p.q_min - t).clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT).to(torch.int32)
-    return scale, zero_point
+    zero_point = (p.q_min - t).clamp(-MAX_ZERO_POINT, MAX_ZERO_POINT)
+    # By a scale that was rounded down to 16 bits, the range may reach a step beyond q_max; zero stays inside.
+    zero_point = torch.where(far | p.include_zero, zero_point.clamp(max=p.q_max), zero_point)
+    return scale, zero_point.to(torch.int32)
 
 
 def asymmetric_scale(low: Tensor, high: Tensor, p: Problem) -> Tensor:
@@ -160,7 +162,7 @@ def as_tensor(value: Value, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.to(dtype)
     # Through f64, since torch.full refuses a number above f32's maximum even where it rounds to it.
-    return torch.full((), 0 if value is None else value, dtype=torch.float64, device=device).to(dtype)
+    return torch.full((), 0.0 if value is None else float(value), dtype=torch.float64, device=device).to(dtype)
 
 
 def _empty_zero_point(p: Problem) -> int:

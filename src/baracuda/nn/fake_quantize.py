@@ -157,10 +157,17 @@ class FakeQuantize(nn.Module):
             return self._choose(x.detach(), self.scope)
         if self.observer is not None and self.observing and self.training and not _recomputes():
             self.observer(x)
-            self._set(*self.observer.range())
-        elif self.strategy == "learned" and self.training and not self.initialised:
+            return self._set(*self.observer.range())
+        if self.strategy == "learned" and self.training and not self.initialised and not self._has_scale():
             self.initialise(x)
         return self.scale, self.zero_point
+
+    def _has_scale(self) -> bool:
+        """Whether a learned scale has a value after all: copied from another module, or by DDP from the first rank."""
+        if torch.compiler.is_compiling() or self.scale.is_meta or torch._C._len_torch_dispatch_stack():
+            return False  # nobody can say
+        self.initialised = not bool(self.scale.isnan().any())
+        return self.initialised
 
     def initialise(self, x: Tensor) -> None:
         """Set learned parameters to the range of x."""
@@ -169,8 +176,10 @@ class FakeQuantize(nn.Module):
                 f"FakeQuantize: expected inputs with scales of shape {list(self.scale_shape)}, "
                 f"got {list(x.shape)} with {list(self.scope.scale_shape(tuple(x.shape)))} under {self.scope}"
             )
-        scale, zero_point = self._choose(x.detach(), self.scope)
         replicas = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+        if x.numel() == 0 and replicas is None:  # which says nothing of a range
+            return
+        scale, zero_point = self._choose(x.detach(), self.scope)
         with torch.no_grad():
             if replicas is not None:  # which start alike: from the first one's batch
                 group = replicas.process_group
@@ -201,13 +210,17 @@ class FakeQuantize(nn.Module):
                 "and see whether the model still does what it should"
             )
 
-    def _set(self, low: Tensor, high: Tensor) -> None:
-        """The contract's own formula turns a range into a scale: it is that of a segment with these two values."""
+    def _set(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The contract's own formula turns a range into a scale: it is that of a segment with these two values.
+
+        Returns them beside the buffers: a backward may come after the next forward, which sets those anew.
+        """
         ends = torch.stack([low, high], dim=-1)
         scale, zero_point = self._choose(ends, PerToken())
         self.scale.copy_(scale)
         if self.zero_point is not None and zero_point is not None:
             self.zero_point.copy_(zero_point)
+        return scale.to(self.scale.dtype), zero_point
 
     def _choose(self, x: Tensor, scope: Scope) -> tuple[Tensor, Tensor | None]:
         scale, zero_point = choose_qparams(x, scope=scope, **self.range_options())

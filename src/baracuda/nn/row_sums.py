@@ -33,8 +33,9 @@ class RowSums:
             return known[2]
         if weight.is_meta or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        whole = unpack_int4(weight, kind, size) if kind.is_packed else weight
-        sums = whole.sum(dim=1, dtype=torch.int32)
+        with torch.inference_mode(False):  # what is kept must serve outside of it, too
+            whole = unpack_int4(weight, kind, size) if kind.is_packed else weight
+            sums = whole.sum(dim=1, dtype=torch.int32)
         self._known = weakref.ref(weight), weight._version, sums
         return sums
 

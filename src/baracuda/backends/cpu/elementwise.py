@@ -38,6 +38,8 @@ _OPS = {
 DENSE = -1
 #: Below this many elements one thread does the work, so that the thread count need not be asked for.
 SMALL = 65536
+#: As many as the kernels share their work among.
+MOST_THREADS = 1024
 
 
 def native_plan(p: Problem) -> _cpu.Plan:
@@ -63,7 +65,7 @@ def workspace(p: Problem) -> int:
 
 
 def threads_for(elements: int) -> int:
-    return 1 if elements < SMALL else torch.get_num_threads()
+    return 1 if elements < SMALL else min(torch.get_num_threads(), MOST_THREADS)
 
 
 def pitch(value: Tensor) -> int:

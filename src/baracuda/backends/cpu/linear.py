@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import cast
 
 import torch
@@ -22,6 +24,18 @@ _UNPACK_FROM = 8
 _ALIGN = 64
 
 
+@cache
+def _library_is_exact() -> bool:
+    """Whether the library sums in 32 bits throughout. It may be told not to use what the processor can do."""
+    if not _cpu.has_exact_int8_dot():
+        return False
+    for rows, a, w in product((1, 16), (-128, 127), (-128, 127)):
+        sums = torch._int_mm(*(torch.full(size, v, dtype=torch.int8) for size, v in (((rows, 64), a), ((64, 16), w))))
+        if not bool((sums == 64 * a * w).all()):
+            return False
+    return True
+
+
 class Layout:
     """What the workspace holds: (offset, bytes) of each part, and whether the matrix library does the sums."""
 
@@ -32,7 +46,7 @@ class Layout:
         # A zero point that comes with a symmetric problem still counts.
         limit = (p if self.dynamic else replace(p, mode=DynamicRangeMode.ASYMMETRIC)).accumulator_limit
         self.library = (
-            _cpu.has_exact_int8_dot()
+            _library_is_exact()
             and 1 < k <= min(limit, _LIBRARY_LIMIT)  # of one column torch._int_mm writes nothing
             and rows_worth_unpacking
             and min(m, n) > 0
@@ -167,4 +181,4 @@ def _others(weight_scale: Value, bias: Value, residual: Value) -> Iterator[float
 
 
 def _view(workspace: Tensor, part: slice, dtype: torch.dtype, shape: tuple[int, int]) -> Tensor:
-    return workspace.view(torch.uint8)[part].view(dtype).view(shape)
+    return workspace.view(-1).view(torch.uint8)[part].view(dtype).view(shape)

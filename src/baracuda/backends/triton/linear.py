@@ -169,10 +169,12 @@ def _nothing(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
 
 
 def _bind_portable(p: Problem, device: torch.device) -> Launch:
-    if p.shape[0] == 0 or p.shape[1] == 0:
+    m, n, _ = p.shape
+    if m == 0:
         return _nothing
     rooms = _activation_rooms(p, device)
-    return _quantized_first(p, device, rooms, _portable_gemm(p, device, _factors(p, rooms)))
+    # Whoever gave scratch reads the activations, even where no weight does.
+    return _quantized_first(p, device, rooms, _portable_gemm(p, device, _factors(p, rooms)) if n else _nothing)
 
 
 def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:

@@ -66,4 +66,10 @@ def choose_qparams(
             t = corrected_twice(low * reciprocal, low, divisor, reciprocal, F64)
         magic: tl.constexpr = MAGIC_F64 if F64 else MAGIC_F32
         t = (tl.where(t == t, t, 0.0) + magic) - magic  # rounds up to 2**22, which is as far as t goes
-        return stored, used, Q_MIN - t.to(tl.int32)
+        zero_point = Q_MIN - t.to(tl.int32)
+        # By a scale that was rounded down to 16 bits, the range may reach a step beyond Q_MAX; zero stays inside.
+        inside = tl.minimum(zero_point, Q_MAX)
+        if INCLUDE_ZERO:
+            return stored, used, inside
+        else:
+            return stored, used, tl.where(far, inside, zero_point)
