@@ -54,6 +54,16 @@ if INTERPRETER:
             mine = long_linear(BackendKind.TRITON, k, kind, ElementKind.S8, zero_point)
             assert torch.equal(mine, long_linear(BackendKind.REFERENCE, k, kind, ElementKind.S8, zero_point))
 
+    def test_a_linear_without_outputs_still_writes_its_scratch() -> None:
+        p = Problem(QuantizeKind.QUANTIZED_LINEAR, (2, 0, 4), ElementKind.F32, ElementKind.S8, -127, 127)
+        x, weight, found = torch.randn(2, 4), torch.empty(0, 4, dtype=torch.int8), []
+        for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+            plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+            scratch = torch.full((2, 4), 77, dtype=torch.int8), torch.full((2,), 77.0)
+            plan.launch((x, weight, 1.0, None, None, None, *scratch, torch.empty(2, 0)), plan.allocate_workspace())
+            found.append(scratch)
+        assert all(map(torch.equal, *found))
+
     @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
     @pytest.mark.parametrize("weight", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
     def test_a_sum_cut_into_chunks_is_the_same_sum(weight, zero_point, monkeypatch) -> None:
