@@ -109,6 +109,24 @@ def test_whatever_ends_calibration_leaves_no_unfinished_run(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("how", ["a link", "the working directory", "a directory"])
+def test_a_run_that_cannot_begin_leaves_a_directory_that_was_there(
+    how: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: object) -> None:
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr("baracuda.flow.prepare.prepare", prepare)
+    tokens, there = models.tokens(tmp_path / "tokens.safetensors"), tmp_path / "there"
+    there.mkdir()
+    (tmp_path / "link").symlink_to(there)
+    monkeypatch.chdir(there)
+    out = {"a link": tmp_path / "link", "the working directory": Path("."), "a directory": there}[how]
+    with pytest.raises(IndexError):
+        quantize_checkpoint(source, out, activations="static", calibration=tokens)
+    assert list(there.iterdir()) == [] and (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.parametrize("device", ["mps", "meta"])
 def test_a_device_that_cannot_quantize_is_refused_before_anything_is_made(
     device: str, source: Path, tmp_path: Path

@@ -35,6 +35,19 @@ def test_quantize_verify_and_report_in_a_row(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "baracuda_report.html" in done.output
 
 
+@pytest.mark.parametrize("name", ["x[/y]", "a[v1]", "[red]"])
+def test_a_path_with_brackets_is_printed_as_it_is(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(console, "_width", 200)
+    models.plain_checkpoint(tmp_path / "model")
+    done = run.invoke(app, ["quantize", "model", "-o", name])
+    assert done.exit_code == 0, done.output
+    assert f"{name}/baracuda_report.html" in done.output and f"baracuda verify {name};" in done.output
+    for command in ("report", "verify"):
+        done = run.invoke(app, [command, name])
+        assert done.exit_code == 0 and name in done.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

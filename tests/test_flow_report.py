@@ -10,9 +10,12 @@ from pathlib import Path
 
 import models
 import pytest
+import torch
 
+from baracuda.demo import summary
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.page import _ticks, page
+from baracuda.flow.structure import quiet
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,6 +92,24 @@ def test_the_page_is_rebuilt_from_the_numbers(out: Path, tmp_path: Path) -> None
         report(copy)
     with pytest.raises(FlowError, match="writes one"):
         report(tmp_path)
+
+
+def test_a_number_that_json_has_no_word_for_is_null_and_the_page_says_so(tmp_path: Path) -> None:
+    model = models.save("llama", tmp_path / "model")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(3e4)
+    with quiet():
+        model.save_pretrained(tmp_path / "model")
+    tokens = models.tokens(tmp_path / "tokens.safetensors")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", evaluation=tokens)
+    path = tmp_path / "out" / "baracuda_report.json"
+    content = json.loads(path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert content["evaluation"]["perplexity"] == {"float": None, "quantized": None}
+    drawn = path.with_suffix(".html").read_text()
+    assert "<b>not finite</b><span>perplexity, float not finite</span>" in drawn
+    report(tmp_path / "out")
+    assert path.with_suffix(".html").read_text() == drawn
+    assert ("perplexity", "not finite before, not finite after") in summary(content)
 
 
 def test_a_page_that_cannot_be_written_is_told_without_resume(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

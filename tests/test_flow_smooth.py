@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint, verify
-from baracuda.flow.calibrate import Observer, batches, channel_maximum, read_sequences
+from baracuda.flow.calibrate import Observer, _read_texts, batches, channel_maximum, read_sequences, require_data
 from baracuda.flow.distributed import Team
-from baracuda.flow.folds import Fold, Folds, find_folds
+from baracuda.flow.folds import Fold, Folds, Producer, find_folds
 from baracuda.flow.prepare import analyse, arguments, choose, measure, passes_gate
 from baracuda.flow.smooth import Gate, Smoothing, output_error, strength
 from baracuda.flow.tensorfile import read_tensors, write_tensors
-from baracuda.flow.trace import trace
+from baracuda.flow.trace import Value, trace
 from baracuda.flow.verify import smoothed
 
 pytest.importorskip("transformers")
@@ -159,9 +159,6 @@ def test_the_gate_names_the_layer_that_a_wrong_fold_moves() -> None:
 
 
 def test_a_norm_rounded_to_bf16_is_made_up_for_in_the_weights() -> None:
-    from baracuda.flow.folds import Producer
-    from baracuda.flow.trace import Value
-
     weight = torch.rand(64).add(0.5).to(torch.bfloat16)
     producer = Producer("n", None, 64, Value(0, 0), "norm", offset=1.0)
     smoothing = Smoothing()
@@ -169,6 +166,126 @@ def test_a_norm_rounded_to_bf16_is_made_up_for_in_the_weights() -> None:
     new = 1 + smoothing.replaced["n"].float()
     assert smoothing.replaced["n"].dtype is torch.bfloat16
     assert torch.allclose(new * exact, 1 + weight.float(), rtol=3e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["opt", "gpt2"])
+def test_the_rounding_of_a_norms_bias_is_not_taken_for_a_wrong_fold(name: str, dtype: torch.dtype) -> None:
+    model = models.build(name, dtype)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if key.endswith(("norm.bias", "ln_1.bias", "ln_2.bias")):
+                parameter.mul_(16)  # what the norm adds is most of what it makes
+    folds, smoothing, axes = smoothed_model(model)
+    passes_gate(model, smoothing, folds, axes, models.prompt())
+    biased = {fold.producer.bias for fold in folds.folds if fold.producer.kind == "norm"}
+    assert len(biased) == 4 and None not in biased
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gate_sees_a_bias_that_was_not_divided_in_any_type(dtype: torch.dtype) -> None:
+    model = models.build("opt", dtype)
+    folds, smoothing, axes = smoothed_model(model)
+    del smoothing.replaced[next(fold.producer.bias for fold in folds.folds if fold.producer.bias)]
+    with pytest.raises(FlowError, match=r"smoothing moved model\.decoder\.layers\.0\.self_attn\.q_proj by"):
+        passes_gate(model, smoothing, folds, axes, models.prompt())
+
+
+def smoothed_model(model: nn.Module) -> tuple[Folds, Smoothing, dict[str, int]]:
+    folds = analyse(model, linears(model), torch.device("cpu"))
+    maxima, _ = measure(model, folds, [models.prompt()], Team(), torch.device("cpu"), lambda *_: None, keep_rows=False)
+    axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
+    return folds, choose(model, folds, maxima, {}, 0.5, False), axes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_model_with_biased_norms_in_half_precision_is_smoothed(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = models.save("opt", tmp_path / "model", dtype)
+    tokens = models.tokens(tmp_path / "tokens.safetensors")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", calibration=tokens)
+    assert verify(tmp_path / "out", tmp_path / "model") == []
+    name = "model.decoder.layers.0.self_attn_layer_norm."
+    norm, stored = model.get_submodule(name[:-1]), read_tensors(tmp_path / "out" / "model.safetensors")
+    divisor = norm.weight.float() / stored[name + "weight"].float()
+    assert divisor.max() > 2 and torch.equal(stored[name + "bias"], (norm.bias.float() / divisor).to(dtype))
+
+
+def test_a_bias_that_would_overflow_keeps_its_channel() -> None:
+    weight, bias = torch.ones(2, dtype=torch.float16), torch.tensor([6e4, 1.0], dtype=torch.float16)
+    producer, smoothing = Producer("n", "b", 2, Value(0, 0), "norm"), Smoothing()
+    assert smoothing._fold_norm(producer, torch.tensor([0.25, 0.25]), {"n": weight, "b": bias}).tolist() == [1, 0.25]
+    assert smoothing.replaced["n"].tolist() == [1, 4] and smoothing.replaced["b"].half().tolist() == [6e4, 4]
+
+
+class Router(nn.Linear):
+    """As Llama 4 has them: a Linear that returns more than its product."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        scores = super().forward(x)
+        return scores.softmax(-1), scores
+
+
+class Routed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router, self.first = nn.LayerNorm(16), Router(16, 4), nn.Linear(16, 16)
+
+    def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
+        y = self.norm(torch.nn.functional.one_hot(input_ids, 16).float())
+        return (self.first(y) * self.router(y)[0].sum(-1, keepdim=True),)
+
+
+def test_a_linear_that_returns_several_tensors_is_not_watched() -> None:
+    torch.manual_seed(0)
+    model, batch = Routed().eval(), {"input_ids": torch.arange(32).view(2, 16) % 16}
+    folds = find_folds(*trace(model, batch), {"first.weight"})
+    gate = Gate(model, batch, folds.folds)
+    assert [name for name, _ in gate.before] == ["first", ""]
+    assert gate.check()["largest_difference"] == 0
+
+
+class Turned(nn.Linear):
+    """As Falcon has them."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def test_a_product_with_a_turned_weight_is_a_linear() -> None:
+    torch.manual_seed(0)
+    model = Block("fine").eval()
+    model.first = Turned(16, 16)
+    folds = find_folds(*trace(model, {"input_ids": torch.arange(32).view(2, 16) % 16}), {"first.weight"})
+    assert list(folds.inputs.values()) == [["first.weight"]] and not folds.reasons
+    assert [a.parameter for a in folds.folds[0].absorbers] == ["first.weight", "second.weight"]
+
+
+def test_a_fold_that_changes_what_is_not_stored_alone_is_left_out_with_the_reason() -> None:
+    model = models.build("llama")
+    folds, wanted = analyse(model, linears(model), torch.device("cpu")), linears(model)
+    stem = "model.layers.0.self_attn"
+    folds.keep_stored([name for name, _ in model.named_parameters() if name != f"{stem}.v_proj.weight"], wanted)
+    assert "v_proj" not in pairs(folds) and "input_layernorm" not in pairs(folds) and len(folds.folds) == 6
+    why = f"its fold changes {stem}.v_proj.weight, which the checkpoint does not store as a tensor of its own"
+    assert folds.reasons == {f"{stem}.{name}.weight": why for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+
+def test_a_checkpoint_that_stores_fused_projections_is_smoothed_where_it_can_be(tmp_path: Path) -> None:
+    import transformers
+
+    kind = getattr(transformers, "NomicBertForMaskedLM", None)
+    if kind is None:
+        pytest.skip("this transformers has no Nomic BERT")
+    models.save_built(lambda: kind(kind.config_class(**models._SIZES)), tmp_path / "model")
+    report = quantize_checkpoint(
+        tmp_path / "model",
+        tmp_path / "out",
+        scheme="w8a8-smoothquant",
+        calibration=models.tokens(tmp_path / "tokens.safetensors"),
+    )
+    told = report["smoothing"]["not_folded"]["nomic_bert.layers.0.self_attn.o_proj.weight"]
+    assert "v_proj.weight, which the checkpoint does not store" in told
+    assert verify(tmp_path / "out", tmp_path / "model") == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -240,6 +357,22 @@ def test_layers_that_servers_fuse_get_one_input_scale(tmp_path: Path) -> None:
     assert verify(out, tmp_path / "model") == []
 
 
+def test_layers_that_servers_take_for_one_share_the_larger_input_scale(tmp_path: Path) -> None:
+    """The queries of cross-attention read the decoder, its keys and values the encoder; a server goes by the names."""
+    import transformers
+
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    sizes = {**models._TOKENS, **heads, "vocab_size": 160, "d_model": 64, "encoder_layers": 1, "decoder_layers": 1}
+    config = transformers.BartConfig(**sizes, forced_eos_token_id=2)
+    models.save_built(lambda: transformers.BartForConditionalGeneration(config), tmp_path / "model")
+    tokens = models.tokens(tmp_path / "tokens.safetensors")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", activations="static", calibration=tokens)
+    stem = "model.decoder.layers.0.encoder_attn."
+    made = read_tensors(tmp_path / "out" / "model.safetensors")
+    assert len({float(made[f"{stem}{leaf}.input_scale"]) for leaf in ("q_proj", "k_proj", "v_proj")}) == 1
+    assert verify(tmp_path / "out", tmp_path / "model") == []
+
+
 def test_what_smoothing_leaves_alone_is_still_compared_with_the_original(tmp_path: Path) -> None:
     models.save("llama", tmp_path / "model", torch.bfloat16)
     tokens = models.tokens(tmp_path / "tokens.safetensors")
@@ -260,6 +393,25 @@ def test_texts_need_a_tokenizer_and_say_so(suffix: str, tmp_path: Path) -> None:
     data.write_text("hello\n" if suffix == ".txt" else json.dumps({"text": "hello"}) + "\n")
     with pytest.raises(FlowError, match="no tokenizer"):
         quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", calibration=data)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "with a byte order mark"])
+def test_only_newlines_end_a_line(mark: str, suffix: str, tmp_path: Path) -> None:
+    texts = ["one\u2028two", "three\x85four", "five\x0csix"]
+    lines = texts if suffix == ".txt" else [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    path = tmp_path / f"texts{suffix}"
+    path.write_bytes((mark + "\r\n".join(lines) + "\n\n").encode())
+    assert _read_texts(path) == texts
+
+
+@pytest.mark.parametrize("line", ['{"text": null}', '{"text": 3}', '{"text": ["a"]}', "7", "null", '{"text": "cut'])
+def test_a_line_without_a_text_is_refused_by_its_number_in_the_file(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text(f'"one"\n\n{{"text": "two"}}\n{line}\n')
+    with pytest.raises(FlowError) as told:
+        require_data(path)
+    assert str(told.value) == f'{path}: line 4: expected {{"text": "..."}}, got {line}; correct the line, or remove it'
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl"])

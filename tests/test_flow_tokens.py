@@ -75,6 +75,46 @@ def test_a_sequence_longer_than_the_model_reads_is_refused(opt: Path, tmp_path: 
         quantize_checkpoint(opt, tmp_path / "out", evaluation=data)
 
 
+@pytest.fixture(scope="module")
+def roberta(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 40 positions, of which the first two are for padding."""
+    directory = tmp_path_factory.mktemp("tokens") / "roberta"
+    save("RobertaForMaskedLM", directory, **models._SIZES, max_position_embeddings=40, pad_token_id=1)
+    return directory
+
+
+@pytest.mark.parametrize("use", ["calibration", "evaluation"])
+@pytest.mark.parametrize("length", [60, 40, 39])
+def test_the_length_that_is_advised_is_one_that_the_model_reads(
+    length: int, use: str, roberta: Path, tmp_path: Path
+) -> None:
+    options = {use: models.tokens(tmp_path / "tokens.safetensors", 2, 60)}
+    options |= {"activations": "static"} if use == "calibration" else {}
+    told = f"{use}: a sequence of {length} tokens, but the model reads 38: pass --sequence-length 38$"
+    with pytest.raises(FlowError, match=told):
+        quantize_checkpoint(roberta, tmp_path / "out", **options, sequence_length=length)
+    assert not (tmp_path / "out").exists()
+    quantize_checkpoint(roberta, tmp_path / "out", **options, sequence_length=38)
+
+
+def test_a_model_that_recovers_from_nothing_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where a bad index ends everything."""
+    from baracuda.flow import prepare
+
+    monkeypatch.setattr(prepare, "reads", lambda *_: False)
+    with pytest.raises(FlowError, match=r"of 30 tokens, but the model fails on it: pass a smaller --sequence-length$"):
+        prepare.require_short(nn.Linear(1, 1), torch.arange(30), "calibration")
+
+
+def test_a_model_without_a_limit_is_given_none(tmp_path: Path) -> None:
+    """XLNet says that it reads -1 tokens."""
+    sizes = {"vocab_size": 160, "d_model": 64, "n_layer": 1, "n_head": 4, "d_inner": 96}
+    model = save("XLNetLMHeadModel", tmp_path / "model", **sizes)
+    assert model.config.max_position_embeddings == -1
+    data = models.tokens(tmp_path / "tokens.safetensors")
+    assert quantize_checkpoint(tmp_path / "model", tmp_path / "out", evaluation=data)["evaluation"]["tokens"] == 288
+
+
 def test_negative_tokens_are_refused(opt: Path, tmp_path: Path) -> None:
     """Labels often hold -100 where there is nothing to predict."""
     data = written(tmp_path / "tokens.safetensors", labels=torch.tensor([[5, 6, -100], [7, -100, -100]]))
@@ -89,9 +129,26 @@ def test_static_activations_name_the_layers_that_calibration_never_reached() -> 
     for number, name in enumerate("ab"):
         folds.inputs[Value(number, 0)].append(f"{name}.weight")
     maxima = {"a.weight": torch.ones(4)}
-    told = r"it never reached b, c, d and 1 more; --ignore them, or use --activations dynamic$"
+    told = r"it saw no input of b, c, d and 1 more; --ignore them, or use --activations dynamic$"
     with pytest.raises(FlowError, match=told):
         _input_scales(Preparation(), folds, maxima, Smoothing(), names)
+
+
+def test_static_activations_reach_the_linears_of_falcon(tmp_path: Path) -> None:
+    """It computes x @ weight.T itself."""
+    save("FalconForCausalLM", tmp_path / "model", **models._SIZES, **models._TOKENS)
+    data = models.tokens(tmp_path / "tokens.safetensors")
+    report = quantize_checkpoint(
+        tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", activations="static", calibration=data
+    )
+    smoothed = {layer["name"]: layer["smoothed"] for layer in report["layers"] if ".0." in layer["name"]}
+    stem = "transformer.h.0."
+    assert smoothed == {
+        f"{stem}self_attention.query_key_value": True,
+        f"{stem}self_attention.dense": True,
+        f"{stem}mlp.dense_h_to_4h": True,
+        f"{stem}mlp.dense_4h_to_h": False,
+    }
 
 
 # -- models that want more than tokens ---------------------------------------------------------------------------

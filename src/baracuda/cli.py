@@ -168,7 +168,7 @@ def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")])
     from .flow import report as rebuild
 
     with _errors():
-        console.print(f"{rebuild(out)}", highlight=False, soft_wrap=True)
+        console.print(escape(str(rebuild(out))), highlight=False, soft_wrap=True)
 
 
 @contextmanager
@@ -257,9 +257,9 @@ def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
 def _summary(content: dict[str, Any], out: Path) -> Table:
     table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in demo.summary(content):
-        table.add_row(name, value)
-    table.add_row("report", str(out / "baracuda_report.html"))
-    table.add_row("next", f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})")
+        table.add_row(name, escape(value))
+    table.add_row("report", escape(str(out / "baracuda_report.html")))
+    table.add_row("next", escape(f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})"))
     return table
 
 

@@ -135,6 +135,8 @@ def _make_weights(folder: Path, hidden: int, wide: int) -> Path:
 
 def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
     """A report in a few lines."""
+    from .flow.page import number
+
     size, run, layers = content["size"], content["run"], content["layers"]
     known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
     lines = [
@@ -151,11 +153,14 @@ def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
     evaluation = content["evaluation"] or {}
     if "kl" in evaluation:
         perplexity = evaluation["perplexity"]
-        lines.append(("perplexity", f"{perplexity['float']:.4g} before, {perplexity['quantized']:.4g} after"))
-        lines.append(("logits", f"KL {evaluation['kl']:.2e}, the same top token in {evaluation['top1_agreement']:.1%}"))
+        before, after = (number(perplexity[which], ".4g") for which in ("float", "quantized"))
+        lines.append(("perplexity", f"{before} before, {after} after"))
+        kl, agreement = number(evaluation["kl"], ".2e"), number(evaluation["top1_agreement"], ".1%")
+        lines.append(("logits", f"KL {kl}, the same top token in {agreement}"))
     if "cosine" in evaluation:
         cosine = evaluation["cosine"]
-        lines.append(("embeddings", f"cosine {cosine['mean']:.4f} on average, {cosine['min']:.4f} at least"))
+        mean, least = (number(cosine[which], ".4f") for which in ("mean", "min"))
+        lines.append(("embeddings", f"cosine {mean} on average, {least} at least"))
     lines += [("note", note) for note in content["notes"]]
     return lines
 

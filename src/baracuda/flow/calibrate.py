@@ -160,22 +160,28 @@ def run_batches(
 
 def _read_texts(path: Path) -> list[str]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        # Not splitlines: a text may hold U+2028 and its like, which end no line of a file.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise FlowError(f"{path}: expected UTF-8 text: {error}; save it as UTF-8") from None
-    if not lines:
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise FlowError(f"{path}: expected a text a line; it is empty")
     if path.suffix == ".jsonl":
-        texts = []
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                text = record if isinstance(record, str) else record["text"]
-            except (ValueError, KeyError, TypeError):
-                raise FlowError(f'{path}: line {number}: expected {{"text": "..."}}, got {line[:60]}') from None
-            texts.append(str(text))
-        return texts
-    return lines
+        return [_text(line, f"{path}: line {number}") for number, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _text(line: str, where: str) -> str:
+    """The text of a line of .jsonl: a string, or the "text" of an object."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        record = None
+    text = record.get("text") if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        raise FlowError(f'{where}: expected {{"text": "..."}}, got {line[:60]}; correct the line, or remove it')
+    return text
 
 
 def _read_tokens(path: Path) -> list[Tensor]:

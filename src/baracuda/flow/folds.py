@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -36,6 +37,12 @@ class Fold:
     #: Channels that must stay as they are, because something else reads them.
     fixed: frozenset[int] = frozenset()
 
+    @property
+    def changed(self) -> list[str]:
+        """The parameters that the fold divides or multiplies."""
+        divided = [name for name in (self.producer.parameter, self.producer.bias) if name is not None]
+        return [*divided, *(absorber.parameter for absorber in self.absorbers)]
+
 
 @dataclass
 class Folds:
@@ -45,9 +52,18 @@ class Folds:
     #: Value -> the linear weights that read it: they share one input, and one input scale.
     inputs: dict[Value, list[str]] = field(default_factory=lambda: defaultdict(list))
 
+    def keep_stored(self, stored: Collection[str], wanted: set[str]) -> None:
+        """Drop the folds that change a parameter which the checkpoint does not store by itself, and say so."""
+        for fold in list(self.folds):
+            if missing := [name for name in fold.changed if name not in stored]:
+                self.folds.remove(fold)
+                why = f"its fold changes {missing[0]}, which the checkpoint does not store as a tensor of its own"
+                self.reasons |= {a.parameter: why for a in fold.absorbers if a.parameter in wanted}
+
 
 def find_folds(record: Trace, outputs: list[Value], wanted: set[str]) -> Folds:
     """Folds that smooth at least one of the `wanted` linear weights; each weight is smoothed by one producer."""
+    _name_linears(record)
     found = Folds()
     for call in record.calls:
         weight = _linear_weight(record, call)
@@ -152,6 +168,20 @@ def _origin(record: Trace, value: Value) -> tuple[str, float] | None:
             return None
         value = call.inputs[0]
     return parameter, offset
+
+
+def _name_linears(record: Trace) -> None:
+    """Record x @ weight.T, which is how Falcon writes it, as the linear it is."""
+    turns = {c.outputs[0]: c for c in record.calls if c.name in ("T.__get__", "t") and c.output.ndim == 2}
+    for call in record.calls:
+        product = call.name in ("matmul", "__matmul__") and len(call.args) == 2
+        turn = turns.get(call.inputs[-1]) if product else None
+        if turn is None or record.parameter(turn.inputs[0]) is None or len(record.readers[turn.outputs[0]]) != 1:
+            continue
+        weight = turn.inputs[0]
+        call.name, call.args, call.inputs = "linear", (call.args[0], turn.args[0]), [call.inputs[0], weight]
+        record.readers[weight] = [call if reader is turn else reader for reader in record.readers[weight]]
+        record.calls = [other for other in record.calls if other is not turn]
 
 
 def _linear_weight(record: Trace, call: Call) -> str:

@@ -31,6 +31,7 @@ class Journal:
     def __init__(self, out: Path) -> None:
         self.out, self.folder = out, out / FOLDER
         self._held: IO[str] | None = None
+        self._made_out = False
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
         """Start, or go on with the same run. Anything else in the directory is somebody else's."""
@@ -38,6 +39,7 @@ class Journal:
             raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
         if not self.folder.exists():
             self._require_empty()
+        self._made_out = not self.out.exists()
         self._hold()
         fingerprint = digest(run)
         known = self.folder / "run.json"
@@ -148,9 +150,12 @@ class Journal:
         return (self.out / shard).exists() and self.statistics(shard, version).exists()
 
     def discard(self) -> None:
-        """Leave no trace of a run that has finished nothing."""
-        if not any(path.name != FOLDER for path in self.out.iterdir()):
-            shutil.rmtree(self.out)
+        """Leave no trace of a run that has finished nothing. What fails here matters less than what ended the run."""
+        with suppress(OSError):
+            if not any(path.name != FOLDER for path in self.out.iterdir()):
+                shutil.rmtree(self.folder)
+                if self._made_out:
+                    self.out.rmdir()
 
     def end(self) -> None:
         """Everything is in place. The fingerprint goes last: until then the run can be resumed."""

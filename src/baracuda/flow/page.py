@@ -68,14 +68,12 @@ def _cards(content: dict[str, Any]) -> str:
         cards.append((f"{min(known):.1f} dB", f"lowest weight SQNR, mean {sum(known) / len(known):.1f} dB"))
     if "kl" in evaluation:
         perplexity = evaluation["perplexity"]
-        cards.append(
-            (f"{evaluation['kl']:.2e}", f"KL of the logits, same top token {evaluation['top1_agreement']:.1%}")
-        )
-        cards.append((f"{perplexity['quantized']:.4g}", f"perplexity, float {perplexity['float']:.4g}"))
+        quantized, exact = (number(perplexity[name], ".4g") for name in ("quantized", "float"))
+        agreement = f"KL of the logits, same top token {evaluation['top1_agreement']:.1%}"
+        cards += [(number(evaluation["kl"], ".2e"), agreement), (quantized, f"perplexity, float {exact}")]
     if "cosine" in evaluation:
-        cards.append(
-            (f"{evaluation['cosine']['mean']:.4f}", f"embedding cosine, least {evaluation['cosine']['min']:.4f}")
-        )
+        mean, least = (number(evaluation["cosine"][name], ".4f") for name in ("mean", "min"))
+        cards.append((mean, f"embedding cosine, least {least}"))
     speed = content["run"].get("tokens_per_second")
     if speed:
         cards.append((f"{speed['quantized']:.0f}", f"tokens/s here, float {speed['float']:.0f}"))
@@ -95,7 +93,7 @@ def _evaluation(evaluation: dict[str, Any] | None) -> str:
 def _weights(layers: list[dict[str, Any]]) -> str:
     rows = "".join(
         f"<tr><td>{escape(layer['name'])}</td><td>{' x '.join(map(str, layer['shape']))}</td>"
-        f"<td>{_number(layer['sqnr_db'], '.1f')}</td><td>{layer['max_error']:.2e}</td>"
+        f"<td>{number(layer['sqnr_db'], '.1f', 'exact')}</td><td>{number(layer['max_error'], '.2e')}</td>"
         f"<td>{layer['measured_rows']}</td>"
         f"<td>{_bytes(layer['bytes_before'])}</td><td>{_bytes(layer['bytes_after'])}</td></tr>"
         for layer in layers
@@ -231,8 +229,9 @@ def _round_numbers(low: float, high: float) -> list[float]:
     return [number for number in numbers if low <= number <= high]
 
 
-def _number(value: float | None, form: str) -> str:
-    return "exact" if value is None else format(value, form)
+def number(value: float | None, form: str, otherwise: str = "not finite") -> str:
+    """As text; JSON has null for what is not finite."""
+    return otherwise if value is None else format(value, form)
 
 
 def _bytes(count: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +20,7 @@ from .load import read_model, require_transformers
 from .preparation import Preparation, input_scale
 from .scheme import Scheme
 from .smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
-from .structure import Structure, model_config
+from .structure import FUSED, Structure, model_config
 from .trace import trace
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def prepare(
     smoothing = Smoothing()
     prepared = Preparation(notes={"samples": len(sequences), "alpha": options.alpha if scheme.smooth else None})
     if scheme.smooth:
+        folds.keep_stored(structure.names.stored, set(names))
         axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
         smoothing = choose(model, folds, maxima, rows, options.alpha, scheme.activations == "static")
         prepared.notes["gate"] = passes_gate(model, smoothing, folds, axes, batches(sequences)[0][:2].to(device))
@@ -94,14 +96,15 @@ def rehearse(directory: Path, data: Path, options: Options, device: torch.device
 def readable(
     model: nn.Module, directory: Path, data: Path, options: Options, use: str, device: torch.device
 ) -> list[Tensor]:
-    """The sequences of `data`, once the model has run on a few of their tokens."""
+    """The sequences of `data`, once the model has run on a few of their tokens and on the longest of them."""
     sequences = read_sequences(
         data, directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
     )
-    require_readable(model, sequences, use)
+    require_known(model, sequences, use)
     few = sequences[0][: TRACE_SHAPE[1]].expand(TRACE_SHAPE[0], -1).to(device)
     with on_tokens_alone(model, use), torch.no_grad():
         model(input_ids=few, **arguments(model))[0].float()
+    require_short(model, max(sequences, key=len).to(device), use)
     return sequences
 
 
@@ -121,19 +124,37 @@ def on_tokens_alone(model: nn.Module, use: str) -> Iterator[None]:
         ) from error
 
 
-def require_readable(model: nn.Module, sequences: list[Tensor], data: str) -> None:
-    """Raise where the model has no embedding for a token of this data, or none for its place."""
-    config = getattr(model, "config", None)
-    vocabulary, positions = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
-    largest, longest = max(int(sequence.max()) for sequence in sequences), max(map(len, sequences))
+def require_known(model: nn.Module, sequences: list[Tensor], use: str) -> None:
+    """Raise where the model has no embedding for a token of this data."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    largest = max(int(sequence.max()) for sequence in sequences)
     if vocabulary is not None and largest >= vocabulary:
-        raise FlowError(f"{data}: token {largest} is not in the model's vocabulary of {vocabulary}; "
+        raise FlowError(f"{use}: token {largest} is not in the model's vocabulary of {vocabulary}; "
                         "the data was made with another tokenizer: make it with this model's")  # fmt: skip
-    if positions is not None and longest > positions:
-        raise FlowError(
-            f"{data}: a sequence of {longest} tokens, but the model reads {positions}: "
-            f"pass --sequence-length {positions}"
-        )
+
+
+def require_short(model: nn.Module, longest: Tensor, use: str) -> None:
+    """Raise where the model does not read a sequence of this length, with the length that it does read."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
+    claimed = min(len(longest), positions) if positions > 0 else len(longest)  # XLNet writes -1: any length
+    if claimed == len(longest) and reads(model, longest):
+        return
+    # Positions may begin at 2, as RoBERTa's do: what was claimed is tried as well.
+    limit = bisect_left(range(1, claimed + 1), True, key=lambda length: not reads(model, longest[:length]))
+    told = f"the model reads {limit}: pass --sequence-length {limit}"
+    failed = "the model fails on it: pass a smaller --sequence-length"  # a GPU does not recover from a bad index
+    raise FlowError(f"{use}: a sequence of {len(longest)} tokens, but {told if limit > 1 else failed}")
+
+
+def reads(model: nn.Module, sequence: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            model(input_ids=sequence[None], **arguments(model))[0].flatten()[0].item()  # a GPU fails when it is asked
+    except torch.OutOfMemoryError:
+        raise  # that is another matter
+    except Exception:  # each model fails in its own way on what is too long
+        return False
+    return True
 
 
 def analyse(model: nn.Module, wanted: set[str], device: torch.device) -> Folds:
@@ -213,13 +234,7 @@ def _store(prepared: Preparation, smoothing: Smoothing, structure: Structure) ->
     """From the model's names to the checkpoint's."""
     for kind in ("columns", "rows", "replaced"):
         for name, value in getattr(smoothing, kind).items():
-            stored = structure.names.stored.get(name)
-            if stored is None:
-                raise FlowError(
-                    f"smoothing changes {name}, which the checkpoint does not store under that name; "
-                    "use --scheme w8a8, or --ignore the layers it feeds"
-                )
-            getattr(prepared, kind)[stored] = value
+            getattr(prepared, kind)[structure.names.stored[name]] = value
 
 
 def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:
@@ -237,18 +252,26 @@ def _standing_out(maximum: Tensor) -> float:
 def _input_scales(
     prepared: Preparation, folds: Folds, maxima: dict[str, Tensor], smoothing: Smoothing, names: dict[str, str]
 ) -> None:
-    """One scale for all linears that read the same value: servers fuse those, and keep only one."""
+    """One scale for all linears that read the same value, or that servers fuse, which keep only one."""
+    largest: dict[str, float] = {}
     for group in folds.inputs.values():
         if group[0] not in maxima:
             continue  # traced, but not reached by the data
-        largest = max(
+        together = max(
             float((maxima[w] / smoothing.divisors[w] if w in smoothing.divisors else maxima[w]).max()) for w in group
         )
-        for weight in group:
-            prepared.input_scales[names[weight]] = input_scale(largest)
-    missing = sorted(set(names.values()) - set(prepared.input_scales))
+        largest |= {names[weight]: together for weight in group}
+    for module in largest:
+        prepared.input_scales[module] = input_scale(max(largest[m] for m in _fused(module) if m in largest))
+    missing = sorted(set(names.values()) - set(largest))
     if missing:
         raise FlowError(
-            f"static activations: expected calibration to reach every layer, it never reached {some(missing)}; "
-            "--ignore them, or use --activations dynamic"
+            "static activations: expected calibration to see what every layer reads, it saw no input of "
+            f"{some(missing)}; --ignore them, or use --activations dynamic"
         )
+
+
+def _fused(module: str) -> list[str]:
+    """The modules that servers take for parts of one layer, by their names: this one, and its like beside it."""
+    parent, dot, leaf = module.rpartition(".")
+    return [f"{parent}{dot}{name}" for name in next((family for family in FUSED if leaf in family), (leaf,))]

@@ -86,9 +86,19 @@ def natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
+def finite(content: Any) -> Any:
+    """The same with None for every number that JSON has no word for: a perplexity can be infinite."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
 def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
     from .page import page  # drawn only where a report is
 
+    content = finite(content)
     journal.write_bytes(out / HTML, page(content).encode())
     journal.write_json(out / JSON, content)
 

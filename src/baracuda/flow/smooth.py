@@ -48,7 +48,8 @@ class Smoothing:
         """Divide a norm's gain. What the stored type makes of the quotient decides the divisor that counts.
 
         The gain is rounded to the checkpoint's type first; the weights then absorb old gain / new gain, exactly the
-        division that happened, so that rounding a norm to bf16 costs nothing.
+        division that happened, so that rounding a norm to bf16 costs nothing. Nothing can absorb the rounding of the
+        bias: it is rounded when it is written, so that the gate sees the division alone.
         """
         weight = parameters[producer.parameter].cpu()
         gain = producer.offset + weight.float()
@@ -56,11 +57,13 @@ class Smoothing:
         new_gain = producer.offset + stored.float()
         exact = torch.where(new_gain != 0, gain / new_gain, torch.ones_like(gain))
         usable = torch.isfinite(exact) & (exact > 0)
+        if producer.bias is not None:
+            bias = parameters[producer.bias].cpu()
+            usable &= torch.isfinite((bias.float() / exact).to(bias.dtype))
         stored, exact = torch.where(usable, stored, weight), torch.where(usable, exact, torch.ones_like(exact))
         self.replaced[producer.parameter] = stored
         if producer.bias is not None:
-            bias = parameters[producer.bias].cpu()
-            self.replaced[producer.bias] = (bias.float() / exact).to(bias.dtype)
+            self.replaced[producer.bias] = bias.float() / exact
         return exact
 
     def apply(self, model: nn.Module, axes: dict[str, int]) -> None:
@@ -180,12 +183,15 @@ class Gate:
 
     def _run(self) -> list[tuple[str, Tensor]]:
         seen: list[tuple[str, Tensor]] = []
-        handles = [
-            self.model.get_submodule(name).register_forward_hook(
-                lambda module, args, output, name=name: seen.append((name, output.detach().float().clone()))
-            )
-            for name in self.watched
-        ]
+
+        def watch(name: str) -> Any:
+            def hook(module: nn.Module, args: Any, output: Any) -> None:
+                if isinstance(output, Tensor):  # some routers are Linears that return several
+                    seen.append((name, output.detach().float().clone()))
+
+            return hook
+
+        handles = [self.model.get_submodule(name).register_forward_hook(watch(name)) for name in self.watched]
         try:
             with torch.no_grad():
                 result = self.model(**self.batch)
