@@ -85,6 +85,23 @@ def test_a_bf16_checkpoint_loads_in_its_own_type_with_f32_scales(tmp_path: Path)
     assert models.relative(yours, mine) < 2 * models.relative(exact, yours)
 
 
+def test_a_checkpoint_that_does_not_name_its_type_keeps_it(tmp_path: Path) -> None:
+    """Readers take that of the first float tensor, which in T5's file is a scale now."""
+    sizes = {"vocab_size": models.VOCABULARY, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).to(torch.bfloat16)
+    with quiet():
+        model.save_pretrained(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    assert config.pop("dtype") == "bfloat16"
+    path.write_text(json.dumps(config))
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    with quiet():
+        loaded = [type(model).from_pretrained(tmp_path / name, dtype="auto") for name in ("model", "out")]
+    for read in (*loaded, baracuda.load(tmp_path / "out")):
+        assert read.dtype is read.shared.weight.dtype is torch.bfloat16
+
+
 MIXTURES = ["mixtral", "qwen2_moe"]
 
 

@@ -64,6 +64,10 @@ def mamba() -> nn.Module:
     return transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
 
 
+def dinov2() -> nn.Module:
+    return transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**VISION, num_labels=16))
+
+
 #: Model -> what it is run on, a Linear as the file and as the model name it, and the Linears left, with why.
 CASES: dict[Callable[[], nn.Module], tuple[dict[str, Tensor], tuple[str, str], dict[str, str]]] = {
     llava: (
@@ -77,6 +81,7 @@ CASES: dict[Callable[[], nn.Module], tuple[dict[str, Tensor], tuple[str, str], d
         {"vision_model.head.attention.out_proj": "a NonDynamicallyQuantizableLinear, which may do more"},
     ),
     vit: (IMAGE, ("vit.encoder.layer.0.attention.attention.query", "vit.layers.0.attention.q_proj"), {}),
+    dinov2: (IMAGE, ("dinov2.encoder.layer.0.mlp.fc1", "dinov2.encoder.layer.0.mlp.fc1"), {}),
     gpt_neox: (
         TOKENS,
         ("gpt_neox.layers.0.mlp.dense_h_to_4h", "gpt_neox.layers.0.mlp.dense_h_to_4h"),
@@ -100,7 +105,7 @@ CASES: dict[Callable[[], nn.Module], tuple[dict[str, Tensor], tuple[str, str], d
         ("backbone.layers.0.mixer.x_proj", "backbone.layers.0.mixer.x_proj"),
         {
             "lm_head": "shares its weight",
-            "backbone.layers.0.mixer.dt_proj": "the module around it multiplies by its weight",
+            "backbone.layers.0.mixer.dt_proj": "the code around it computes with its weight itself",
         },
     ),
 }
@@ -155,6 +160,121 @@ def test_smoothing_changes_the_tensors_of_a_renamed_model_under_the_names_of_the
     norm = "language_model.model.layers.0.input_layernorm.weight"
     assert report["smoothing"]["folded"] and not torch.equal(before[norm], after[norm])
     assert models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out"), TOKENS)) < 0.05
+
+
+def test_linears_that_share_their_weights_with_linears_stay_float(tmp_path: Path) -> None:
+    """DAB-DETR's decoder holds the box head once more."""
+    backbone = transformers.ResNetConfig(embedding_size=16, hidden_sizes=[16], depths=[1], out_features=["stage1"])
+    sizes = {f"{part}_{size}": 1 for part in ("encoder", "decoder") for size in ("layers", "attention_heads")}
+    config = transformers.DabDetrConfig(
+        backbone_config=backbone, hidden_size=32, encoder_ffn_dim=64, decoder_ffn_dim=64, num_queries=8, **sizes
+    )
+    model = models.save_built(lambda: transformers.DabDetrForObjectDetection(config), tmp_path / "model")
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
+    for layer in range(3):
+        assert reasons[f"bbox_predictor.layers.{layer}"] == "shares its weight with another module"
+    assert verify(tmp_path / "out", tmp_path / "model") == []
+    ours = baracuda.load(tmp_path / "out")
+    assert ours.bbox_predictor.layers[0].weight is ours.model.decoder.bbox_embed.layers[0].weight
+    assert models.relative(output(model, IMAGE), output(ours, IMAGE)) < 0.05
+
+
+def reconfigure(directory: Path, **changes: Any) -> None:
+    """Settings of config.json, changed, or dropped where they are None."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+
+
+def mamba2() -> nn.Module:
+    """Its config holds an infinity, which transformers spells in a way of its own."""
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 64, "num_hidden_layers": 1, "num_heads": 8}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**sizes, head_dim=16, state_size=16, n_groups=1))
+
+
+def doge() -> nn.Module:
+    """Its experts are vectors: more than other models have."""
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**TEXT, **models._TOKENS, num_experts=16384))
+
+
+def gemma3n() -> nn.Module:
+    """Its vocabulary has a size per layer, which is no number of layers."""
+    sizes = {**TEXT, "head_dim": 16, "intermediate_size": [96], "activation_sparsity_pattern": [0.0]}
+    inputs = {"vocab_size_per_layer_input": 10_001, "hidden_size_per_layer_input": 16, "laurel_rank": 16}
+    layers = {"num_kv_shared_layers": 0, "layer_types": ["full_attention"]}
+    return transformers.Gemma3nForCausalLM(transformers.Gemma3nTextConfig(**sizes, **inputs, **layers))
+
+
+@pytest.mark.parametrize("build", [mamba2, doge, gemma3n], ids=lambda build: build.__name__)
+def test_settings_that_look_odd_are_no_reason_to_refuse_a_model(build: Callable[[], nn.Module], tmp_path: Path) -> None:
+    model = models.save_built(build, tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    assert verify(tmp_path / "out", tmp_path / "model") == []
+    assert 0 < models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out"), TOKENS)) < 0.05
+
+
+@pytest.mark.parametrize("architectures", [None, ["NoSuchModel"]])
+def test_without_a_known_architecture_the_model_below_the_heads_tells_what_is_a_linear(
+    architectures: list[str] | None, tmp_path: Path
+) -> None:
+    model = models.save("llama", tmp_path / "llama")
+    reconfigure(tmp_path / "llama", architectures=architectures)
+    report = quantize_checkpoint(tmp_path / "llama", tmp_path / "out", ignore="*.down_proj")
+    assert len(report["layers"]) == 12 and verify(tmp_path / "out", tmp_path / "llama") == []
+    with torch.no_grad():
+        before, after = model.model(**TOKENS)[0], baracuda.load(tmp_path / "out")(**TOKENS)[0]
+    assert 0 < models.relative(before, after) < 0.05
+    models.save("gpt2", tmp_path / "gpt2")
+    reconfigure(tmp_path / "gpt2", architectures=architectures)
+    with pytest.raises(FlowError, match=r"nothing to quantize\. .* a Conv1D"):
+        quantize_checkpoint(tmp_path / "gpt2", tmp_path / "nothing")
+
+
+def test_code_beside_a_model_may_build_it_otherwise_so_names_and_shapes_tell(tmp_path: Path) -> None:
+    models.save("llama", tmp_path / "model")
+    reconfigure(tmp_path / "model", architectures=["NoSuchModel"], auto_map={"AutoModel": "modeling.NoSuchModel"})
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    assert "names and shapes" in report["linears_found_by"] and len(report["layers"]) == 14
+
+
+def pix2struct() -> nn.Module:
+    text = {"vocab_size": 160, "hidden_size": 32, "d_kv": 16, "d_ff": 64, "num_layers": 1, "num_heads": 2}
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 64, "d_kv": 16, "num_hidden_layers": 1}
+    config = transformers.Pix2StructConfig(text_config=text, vision_config={**vision, "num_attention_heads": 2})
+    return transformers.Pix2StructForConditionalGeneration(config)
+
+
+def switch() -> nn.Module:
+    sizes = {"vocab_size": 160, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
+    config = transformers.SwitchTransformersConfig(**sizes, num_experts=16)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+def jetmoe() -> nn.Module:
+    sizes = {**models._SIZES, "num_hidden_layers": 1, "num_key_value_heads": 4, "kv_channels": 16}
+    del sizes["num_attention_heads"]
+    return transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**sizes, num_local_experts=16))
+
+
+@pytest.mark.parametrize(
+    ("build", "ending", "reason"),
+    [
+        (pix2struct, "decoder.lm_head", "the output head"),
+        (switch, "mlp.router.classifier", "a router, which servers read in floating point"),
+        (jetmoe, "mlp.router.layer", "a router, which servers read in floating point"),
+    ],
+    ids=["pix2struct", "switch", "jetmoe"],
+)
+def test_heads_and_routers_stay_float_wherever_they_are(
+    build: Callable[[], nn.Module], ending: str, reason: str, tmp_path: Path
+) -> None:
+    models.save_built(build, tmp_path / "model")
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    left = [entry for entry in report["left"] if entry["name"].endswith(ending)]
+    assert left and all(entry["reason"] == reason for entry in left)
+    assert not any(layer["name"].endswith(ending) for layer in report["layers"])
+    assert verify(tmp_path / "out", tmp_path / "model") == []
 
 
 def rename(directory: Path, old: str, new: str) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 import baracuda
-from baracuda.flow import quantize_checkpoint, verify
+from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.packed import PackedLinear
 from baracuda.flow.structure import quiet
-from baracuda.flow.surroundings import casts_to_its_type
+from baracuda.flow.surroundings import casts_to_its_type, taken_apart
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -58,6 +58,34 @@ def deepseek_v32() -> nn.Module:
 
 def llama() -> nn.Module:
     return models.build("llama")
+
+
+def longcat() -> nn.Module:
+    if not hasattr(transformers, "LongcatFlashConfig"):
+        pytest.skip("this transformers has no LongCat-Flash")
+    experts = {"n_routed_experts": 16, "zero_expert_num": 2, "moe_topk": 2, "expert_ffn_hidden_size": 32}
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 64, "ffn_hidden_size": 96, "num_layers": 1, **experts}
+    config = transformers.LongcatFlashConfig(**sizes, **LATENT, num_attention_heads=4, head_dim=16)
+    return transformers.LongcatFlashForCausalLM(config)
+
+
+def wavlm() -> nn.Module:
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    return transformers.WavLMModel(transformers.WavLMConfig(**SIZES, **convolutions, **positions))
+
+
+def rwkv() -> nn.Module:
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2, "rescale_every": 1}
+    return transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes))
+
+
+def bloom() -> nn.Module:
+    return transformers.BloomForCausalLM(transformers.BloomConfig(n_layer=1, n_head=4, hidden_size=64, vocab_size=160))
+
+
+def deberta() -> nn.Module:
+    return transformers.DebertaModel(transformers.DebertaConfig(**SIZES))
 
 
 BUILDS = [t5, umt5, mamba, modernbert, falcon, deepseek_v32, llama]
@@ -115,6 +143,57 @@ def test_the_report_says_so_exactly_where_transformers_cannot_open_the_checkpoin
         assert not told
 
 
+def dinov2() -> nn.Module:
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    return transformers.Dinov2Model(transformers.Dinov2Config(**sizes, image_size=32, patch_size=8))
+
+
+def llama4() -> nn.Module:
+    sizes = {**SIZES, "intermediate_size_mlp": 96, "head_dim": 16, "num_local_experts": 4, "moe_layers": [0]}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, **models._TOKENS))
+
+
+def olmo_hybrid() -> nn.Module:
+    if not hasattr(transformers, "OlmoHybridConfig"):
+        pytest.skip("this transformers has no OLMo hybrid")
+    heads = {"linear_num_value_heads": 4, "linear_num_key_heads": 4}
+    heads |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    kinds = {"layer_types": ["linear_attention", "full_attention"]}
+    sizes = {**SIZES, **heads, **kinds, "num_hidden_layers": 2}
+    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**sizes, **models._TOKENS))
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+@pytest.mark.parametrize(
+    ("build", "told", "fails"),
+    [
+        (dinov2, "its rules for Dinov2Model cut a weight into several", ValueError),
+        (llama4, "looks for single ones in place of Llama4TextExperts", None),
+        (olmo_hybrid, "transformers joins model.layers.0.linear_attn.k_conv1d.weight, ", None),
+    ],
+    ids=["dinov2", "llama4", "olmo_hybrid"],
+)
+def test_the_report_says_what_transformers_does_not_read_of_a_checkpoint_that_we_load(
+    build: Callable[[], nn.Module], told: str, fails: type[Exception] | None, scheme: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = models.save_built(build, tmp_path / "model")
+    packed = {"group_size": 16} if scheme == "w4a16" else {}
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
+    assert len(report["notes"]) == 1 and told in report["notes"][0]
+    baracuda.load(tmp_path / "out")
+    with quiet():
+        if fails is not None:
+            with pytest.raises(fails):
+                type(model).from_pretrained(tmp_path / "out")
+            return
+        try:
+            _, loading = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+        except NotImplementedError:  # of integers it makes no random ones
+            return
+    assert any("conv1d" in name or "expert" in name for name in loading["missing_keys"]), "they are read now: say so"
+
+
 def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     """Mamba asks for the weight of out_proj alone."""
     pytest.importorskip("compressed_tensors")
@@ -150,3 +229,67 @@ def test_casts_are_told_by_the_source_unless_it_asks_whether_the_type_is_an_inte
     assert not casts_to_its_type(object.__new__(modeling_t5.T5DenseActDense), "wo")
     assert not casts_to_its_type(nn.Sequential(nn.Linear(2, 2)), "0")
     assert not casts_to_its_type(SimpleNamespace(), "proj")  # type: ignore[arg-type]
+
+
+#: Model -> the Linears whose weight its code takes and computes with.
+TAKEN_APART: dict[Callable[[], nn.Module], set[str]] = {
+    longcat: {"model.layers.0.mlp.router.classifier"},
+    wavlm: {f"encoder.layers.0.attention.{name}_proj" for name in ("q", "k", "v", "out")},
+    rwkv: {f"rwkv.blocks.{i}.{name}" for i in range(2) for name in ("attention.output", "feed_forward.value")},
+    mamba: {"backbone.layers.0.mixer.dt_proj"},
+    bloom: set(),
+    deberta: set(),
+    t5: set(),
+    llama: set(),
+}
+
+
+@pytest.mark.parametrize("build", TAKEN_APART, ids=lambda build: build.__name__)
+def test_the_source_tells_which_linears_are_not_called_in_inference_but_computed_with(
+    build: Callable[[], nn.Module],
+) -> None:
+    """Bloom would do so in a mode that is off, DeBERTa for an argument that nobody passes, Mamba's others to train."""
+    model = build()
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    assert taken_apart(model) & linears == TAKEN_APART[build]
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("build", [longcat, wavlm, rwkv], ids=lambda build: build.__name__)
+def test_linears_that_are_computed_with_stay_float_and_the_model_runs(
+    build: Callable[[], nn.Module], scheme: str, tmp_path: Path
+) -> None:
+    model = models.save_built(build, tmp_path / "model")
+    packed = {"group_size": 16} if scheme == "w4a16" else {}
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
+    reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
+    for name in TAKEN_APART[build]:
+        assert "router" in name or reasons[name] == "the code around it computes with its weight itself"
+    assert verify(tmp_path / "out", tmp_path / "model") == []
+    ours = baracuda.load(tmp_path / "out")
+    for name in TAKEN_APART[build]:
+        assert ours.get_submodule(name).weight.is_floating_point()
+    if build is wavlm:
+        sound = torch.randn(1, 2000, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            before, after = model(sound)[0], ours(sound)[0]
+    else:
+        before, after = logits(model), logits(ours)
+    assert 0 < models.relative(before, after) < (0.05 if scheme == "w8a8" else 0.4)
+
+
+def test_verify_finds_integers_where_the_code_computes_with_the_weight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a tool writes them that looks at the modules alone."""
+    models.save_built(rwkv, tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr("baracuda.flow.structure.taken_apart", lambda model: set())
+        quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    found = {
+        finding.where: finding.message for finding in verify(tmp_path / "out") if finding.code == "config-mismatch"
+    }
+    assert set(found) == TAKEN_APART[rwkv]
+    assert all("the code around it computes with its weight itself" in message for message in found.values())
+    with pytest.raises(FlowError, match=r"nothing reads rwkv\.blocks\.0\.attention\.output\.weight_scale"):
+        baracuda.load(tmp_path / "out")

@@ -14,7 +14,7 @@ import models
 import pytest
 import torch
 
-from baracuda.flow import FlowError, load, quantize_checkpoint, verify
+from baracuda.flow import CheckpointError, FlowError, load, quantize_checkpoint, verify
 from baracuda.flow.tensorfile import read_tensors, write_tensors
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -124,7 +124,7 @@ def set_value(index: tuple[int, ...], value: float) -> Callable[[torch.Tensor], 
     return change
 
 
-CONFIG, INDEX = "config.json", "model.safetensors.index.json"
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 QUANT = "quantization_config"
 CORRUPTIONS: dict[str, tuple[str, Corrupt]] = {
     "a truncated file": ("truncated", rewrite(lambda data: data[:-100])),
@@ -197,6 +197,12 @@ CORRUPTIONS: dict[str, tuple[str, Corrupt]] = {
     "no config": ("missing-file", lambda out: (out / CONFIG).unlink()),
     "a config no model fits": ("bad-config", rejson(CONFIG, lambda c: c.update(num_attention_heads="many"))),
     "a config of a billion layers": ("bad-config", rejson(CONFIG, lambda c: c.update(num_hidden_layers=10**9))),
+    "a config of a billion experts": ("bad-config", rejson(CONFIG, lambda c: c.update(num_local_experts=10**9))),
+    "a config of a billion blocks": ("bad-config", rejson(CONFIG, lambda c: c.update(depths=[2, 10**9]))),
+    "a model beside the shards of another": (
+        "bad-index",
+        lambda out: shutil.copy(holder(out, f"{Q}.weight"), out / SINGLE),
+    ),
     "an unfinished run": ("unfinished", lambda out: (out / ".baracuda").mkdir()),
 }
 
@@ -278,6 +284,49 @@ def test_a_scale_that_swallows_its_row_is_found(bad: Path, source: Path) -> None
     retensor(f"{Q}.weight", torch.zeros_like)(bad)
     retensor(f"{Q}.weight_scale", lambda s: s * 1000)(bad)
     assert codes(bad, source) == {"wrong-values"}
+
+
+def test_what_is_not_finite_in_the_original_either_is_found_without_it_only(source: Path, tmp_path: Path) -> None:
+    """A mask of infinities, for one."""
+    original = Path(shutil.copytree(source, tmp_path / "original"))
+    retensor("model.norm.weight", set_value((5,), float("-inf")))(original)
+    quantize_checkpoint(original, tmp_path / "out")
+    assert {(found.code, found.where) for found in verify(tmp_path / "out")} == {("not-finite", "model.norm.weight")}
+    assert verify(tmp_path / "out", original) == []
+    assert codes(tmp_path / "out", source) == {"not-finite", "wrong-values"}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_links_lead_nowhere_but_to_the_blobs_of_the_same_repository_of_the_cache(
+    inside: bool, good: Path, source: Path, tmp_path: Path
+) -> None:
+    """As the Hugging Face Hub lays out what it has downloaded."""
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / "0123abcd"
+    blobs = repository / "blobs" if inside else tmp_path / "models--another--model" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir(parents=True)
+    for path in good.iterdir():
+        shutil.copy(path, blobs / f"{path.name}-digest")
+        (snapshot / path.name).symlink_to(os.path.relpath(blobs / f"{path.name}-digest", snapshot))
+    load(snapshot)
+    assert codes(snapshot, source) == set() if inside else "path-escape" in codes(snapshot)
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_a_model_beside_the_index_of_another_is_refused(indexed: bool, source: Path, tmp_path: Path) -> None:
+    """transformers reads the one, servers the other; a file that the index names is no other."""
+    original = Path(shutil.copytree(source, tmp_path / "original"))
+    shards = sorted(original.glob("*.safetensors"))
+    whole = {name: tensor for path in shards for name, tensor in read_tensors(path).items()}
+    write_tensors(original / SINGLE, whole, {"format": "pt"})
+    if indexed:
+        rejson(INDEX, lambda index: index.update(weight_map=dict.fromkeys(whole, SINGLE)))(original)
+        quantize_checkpoint(original, tmp_path / "out")
+        assert verify(tmp_path / "out", original) == []
+    else:
+        with pytest.raises(CheckpointError, match=r"model\.safetensors or .*\.index\.json, got both: .* move one"):
+            quantize_checkpoint(original, tmp_path / "out")
 
 
 def test_a_file_that_did_not_come_along_is_found_with_against(bad: Path, source: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import CheckpointError
+from .scheme import FLOATS
 from .tensorfile import Entry, TensorFile, parse_json
 
 INDEX = "model.safetensors.index.json"
@@ -55,6 +56,7 @@ class Checkpoint:
         config = read_json(directory / "config.json")
         index = read_json(directory / INDEX) if (directory / INDEX).exists() else None
         names = [SINGLE] if index is None else shard_names(index)
+        require_one_model(directory, names)
         if index is None and not (directory / SINGLE).exists():
             names = _loose_shards(directory)
         with ExitStack() as stack:
@@ -77,6 +79,13 @@ class Checkpoint:
 
     def entry(self, tensor: str) -> Entry:
         return self.shards[self.where[tensor]].entries[tensor]
+
+    @property
+    def dtype(self) -> str | None:
+        """What transformers takes for the type of a model whose config names none: the first float there is."""
+        entries = (entry for shard in sorted(self.shards) for _, entry in sorted(self.shards[shard].entries.items()))
+        found = next((entry.dtype for entry in entries if entry.dtype in FLOATS), None)
+        return None if found is None else str(found).removeprefix("torch.")
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +113,16 @@ def shard_names(index: dict[str, Any]) -> list[str]:
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError("bad-index", f"{INDEX}: its weight_map is not a table of file names")
     return sorted(set(weight_map.values()))
+
+
+def require_one_model(directory: Path, names: list[str]) -> None:
+    """Raise where there is a file that transformers reads instead of the shards `names`."""
+    if SINGLE not in names and (directory / SINGLE).exists():
+        raise CheckpointError(
+            "bad-index",
+            f"{directory}: expected {SINGLE} or {INDEX}, got both: transformers reads the one, servers the files of "
+            "the other; move one of them away",
+        )
 
 
 def inside(directory: Path, name: str) -> Path:

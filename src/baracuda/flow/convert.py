@@ -24,7 +24,7 @@ from .patterns import require_pattern
 from .preparation import Preparation
 from .scheme import Scheme
 from .stream import ShardJob
-from .structure import DEFAULT_IGNORE, Structure, find_linears
+from .structure import Structure, find_linears
 from .tensorfile import Entry, TensorFileWriter, layout
 
 #: stage, bytes or steps done since the last call, total of the stage, what is being worked on
@@ -66,7 +66,7 @@ class Run:
             raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
                             "jsonl or safetensors file of tokens; pass --calibration FILE")  # fmt: skip
         self._check_options()
-        self.structure = find_linears(self.source, self.scheme, (*DEFAULT_IGNORE, *options.ignore))
+        self.structure = find_linears(self.source, self.scheme, options.ignore)
         self.journal = Journal(self.out)
 
     def _check_options(self) -> None:
@@ -133,12 +133,18 @@ class Run:
         for path in companions(self.source.directory, self.out):
             self.journal.copy(self.source.directory / path, self.out / path)
         self._write_index(plans)
-        config = dict(self.source.config) | {"quantization_config": self.scheme.config(self.structure.ignore())}
-        self.journal.write_json(self.out / "config.json", config)
+        self.journal.write_json(self.out / "config.json", self._config())
         result = self._report(preparation, time.perf_counter() - started)
         self.journal.end()
         self.team.barrier()
         return result
+
+    def _config(self) -> dict[str, Any]:
+        """The model's own, with what readers used to tell by its first tensor: that can be a scale now."""
+        config = dict(self.source.config) | {"quantization_config": self.scheme.config(self.structure.ignore())}
+        if not config.get("dtype") and not config.get("torch_dtype") and (dtype := self.source.dtype) is not None:
+            config["torch_dtype"] = dtype  # the name that every version of transformers reads
+        return config
 
     def _ended(self) -> dict[str, Any]:
         """The report of the run that has ended here, unless it is another than the one asked for."""

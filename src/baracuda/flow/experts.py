@@ -26,15 +26,25 @@ def stacked_experts(model: nn.Module) -> Callable[[str], bool]:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # an older transformers, whose experts are nn.Linear modules
         return lambda tensor: False
-    sources = {
-        source
-        for conversion in get_model_conversion_mapping(model)
-        for source in conversion.source_patterns
-        if "experts.*." in source and source.endswith(".weight")
-    }
+    sources = {source for conversion in get_model_conversion_mapping(model) for source in expert_sources(conversion)}
     endings = "|".join(re.escape(source.lstrip(".")).replace(r"\*", r"\d+") for source in sorted(sources))
     pattern = re.compile(rf"(^|\.)({endings})$") if sources else None
     return lambda tensor: pattern is not None and pattern.search(tensor) is not None
+
+
+def unstacked_experts(model: nn.Module) -> str | None:
+    """The kind of experts in this model that transformers' reader of compressed-tensors puts others in the place of."""
+    try:
+        from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
+    except ImportError:  # a transformers that does not
+        return None
+    kinds = {type(module).__name__ for module in model.modules()}
+    return next((kind for kind in PATCHED if kind in kinds), None)
+
+
+def expert_sources(conversion: Any) -> list[str]:
+    """The patterns of expert weights that one of transformers' conversions takes."""
+    return [name for name in conversion.source_patterns if "experts.*." in name and name.endswith(".weight")]
 
 
 def float_experts(scheme: Scheme, collected: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Any]:

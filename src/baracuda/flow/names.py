@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,8 @@ class Names:
     stored: dict[str, str] = field(default_factory=dict)
     #: Tensor of the model -> a stored one that it is made from: cut out of it, joined with others, or turned.
     made: dict[str, str] = field(default_factory=dict)
+    #: Stored tensor that others are made from -> the patterns of all that are taken for them.
+    collected: dict[str, list[str]] = field(default_factory=dict)
     #: Stored tensors that nothing of the model is loaded from.
     unread: list[str] = field(default_factory=list)
 
@@ -36,10 +39,12 @@ def match_names(model: nn.Module, tensors: Iterable[str]) -> Names:
     known, names = model.state_dict(), Names()
     rename = _renaming(model, known)
     for tensor in sorted(tensors):  # in order, as transformers does: some of its rules wait for the first of a family
-        targets, converted = rename(tensor)
+        targets, sources = rename(tensor)
         found = [target for target in targets if target in known]
+        if sources and found:
+            names.collected[tensor] = sources
         for target in found:
-            if converted:
+            if sources:
                 names.made.setdefault(target, tensor)
             elif target == tensor or target not in names.stored:
                 names.stored[target] = tensor
@@ -48,25 +53,51 @@ def match_names(model: nn.Module, tensors: Iterable[str]) -> Names:
     return names
 
 
-def _renaming(model: nn.Module, known: dict[str, Any]) -> Callable[[str], tuple[list[str], bool]]:
-    """Stored name -> names in the model, and whether something is done to the tensor on the way there."""
-    prefix = str(getattr(model, "base_model_prefix", ""))
+def cuts_weights(model: nn.Module, packed: Iterable[str]) -> bool:
+    """Whether transformers' reader of compressed-tensors fails on the rules of this model, whatever the files hold.
+
+    Where a rule cuts one weight into several, it looks for the parts of a quantized one, and refuses to make several
+    tensors of several; only where the first is a `packed` module does it cut each part by itself.
+    """
+    stored = "\n".join(f"{name}.weight_packed" for name in packed)
+    return any(
+        len(rule.target_patterns) > 1
+        and all(source.endswith(".weight") for source in rule.source_patterns)
+        and not re.search(f"{rule.target_patterns[0]}_packed$", stored, re.MULTILINE)
+        for rule in _rules(model)[1]
+    )
+
+
+def _rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """What transformers renames when it loads this model, and what it converts."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-    except ImportError:  # a transformers that adds or removes the prefix of the base model, and renames nothing else
-        return lambda tensor: ([tensor, f"{prefix}.{tensor}", tensor.removeprefix(f"{prefix}.")], False)
+        from transformers.core_model_loading import WeightConverter, WeightRenaming
+    except ImportError:  # a transformers that does neither
+        return [], []
     rules = get_model_conversion_mapping(model)
-    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    kinds = (WeightRenaming, WeightConverter)
+    renamings, converters = ([rule for rule in rules if isinstance(rule, kind)] for kind in kinds)
+    return renamings, converters
 
-    def rename(tensor: str) -> tuple[list[str], bool]:
+
+def _renaming(model: nn.Module, known: dict[str, Any]) -> Callable[[str], tuple[list[str], list[str]]]:
+    """Stored name -> names in the model, and the patterns of what is taken for them where that is not the tensor."""
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    try:
+        from transformers.core_model_loading import rename_source_key
+    except ImportError:  # a transformers that adds or removes the prefix of the base model, and renames nothing else
+        return lambda tensor: ([tensor, f"{prefix}.{tensor}", tensor.removeprefix(f"{prefix}.")], [])
+    renamings, converters = _rules(model)
+
+    def rename(tensor: str) -> tuple[list[str], list[str]]:
         name, pattern = rename_source_key(tensor, renamings, converters, prefix, known)
         if name not in known and tensor in known:
-            return [tensor], False
+            return [tensor], []
         if pattern is None:
-            return [name], False
-        targets = next(rule.target_patterns for rule in converters if pattern in rule.source_patterns)
-        return [name.replace(targets[0], target) for target in targets], True
+            return [name], []
+        rule = next(rule for rule in converters if pattern in rule.source_patterns)
+        first, *_ = targets = rule.target_patterns
+        return [name.replace(first, target) for target in targets], rule.source_patterns
 
     return rename

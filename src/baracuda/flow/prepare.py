@@ -20,7 +20,7 @@ from .load import read_model, require_transformers
 from .preparation import Preparation, input_scale
 from .scheme import Scheme
 from .smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
-from .structure import FUSED, Structure, model_config
+from .structure import Structure, fused_with, model_config
 from .trace import trace
 
 if TYPE_CHECKING:
@@ -262,16 +262,10 @@ def _input_scales(
         )
         largest |= {names[weight]: together for weight in group}
     for module in largest:
-        prepared.input_scales[module] = input_scale(max(largest[m] for m in _fused(module) if m in largest))
+        prepared.input_scales[module] = input_scale(max(largest[m] for m in fused_with(module) if m in largest))
     missing = sorted(set(names.values()) - set(largest))
     if missing:
         raise FlowError(
             "static activations: expected calibration to see what every layer reads, it saw no input of "
             f"{some(missing)}; --ignore them, or use --activations dynamic"
         )
-
-
-def _fused(module: str) -> list[str]:
-    """The modules that servers take for parts of one layer, by their names: this one, and its like beside it."""
-    parent, dot, leaf = module.rpartition(".")
-    return [f"{parent}{dot}{name}" for name in next((family for family in FUSED if leaf in family), (leaf,))]

@@ -16,10 +16,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..nn import QuantizedLinear, SmoothQuantLinear
 from ..patterns import matches
-from .experts import SERIALIZED, float_experts
+from .experts import SERIALIZED, expert_sources, float_experts
 from .packed import PackedLinear
 from .scheme import Scheme, parse_config
-from .structure import stays_float
+from .structure import stay_float
 
 METHOD = "baracuda"
 
@@ -52,11 +52,20 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def get_load_operations(self) -> dict[str, Any]:
         return {"dequantize": FloatExperts}
 
+    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
+        """Experts are made of what is serialized. Whatever else transformers joins or cuts is float: as it was."""
+        updated: list[Any] = []
+        for conversion in weight_conversions:
+            serialized = bool(expert_sources(conversion))
+            updated += super().update_weight_conversions([conversion], model) if serialized else [conversion]
+        return updated
+
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         config = self.quantization_config.compressed_tensors
         scheme, ignore = parse_config(config), config["ignore"]
+        floats = stay_float(model)
         for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear) or stays_float(name, module) is not None:
+            if not isinstance(module, nn.Linear) or name in floats:
                 continue
             if not any(matches(pattern, name) for pattern in ignore):
                 model.set_submodule(name, quantized_linear(module, scheme, module.weight.dtype))

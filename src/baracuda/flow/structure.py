@@ -14,10 +14,10 @@ import torch
 from ..patterns import matches
 from .checkpoint import Checkpoint
 from .errors import CheckpointError, FlowError, some
-from .experts import stacked_experts
-from .names import Names, match_names
+from .experts import stacked_experts, unstacked_experts
+from .names import Names, cuts_weights, match_names
 from .scheme import FLOATS, Scheme
-from .surroundings import casts_to_its_type, needs_float_weights
+from .surroundings import casts_to_its_type, needs_float_weights, taken_apart
 
 #: Used when transformers does not know the model. The report says so.
 RULES = (
@@ -28,19 +28,20 @@ RULES = (
 _NOT_LINEAR = re.compile(
     r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
 )
-DEFAULT_IGNORE = ("lm_head",)
-#: Linears that choose experts: a few rows each, and servers read them in floating point only.
-ROUTERS = ("gate", "router", "shared_expert_gate")
-#: Linears that are not called: the module around them takes their weight and multiplies by it.
-TAKEN_APART = ("dt_proj", "predictions.dense", "unembedding_projection")
+HEAD = "lm_head"
+#: Linears that choose experts, as does all that is in a `router`: servers read them in floating point only.
+ROUTERS = ("gate", "shared_expert_gate")
 #: Subclasses of nn.Linear that compute what it does.
 PLAIN = ("FalconLinear",)
 _EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 #: Layers that servers run as one: they share a scheme and an input scale.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 NOT_STORED = "not stored"
-#: More layers or experts than any model has: building them would take for ever.
-MAX_REPEATS = 10_000
+SHARED = "shares its weight with another module"
+#: Settings that say how often something is built, and more than any model has: building that would take for ever.
+_COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|experts?)$")
+_NO_COUNT = re.compile(r"vocab|size|dim")
+MAX_REPEATS, MAX_EXPERTS = 10_000, 100_000
 
 
 @dataclass
@@ -55,8 +56,10 @@ class Structure:
     modules: dict[str, str] = field(default_factory=dict)
     #: Which stored tensor is which of the transformers model.
     names: Names = field(default_factory=Names)
-    #: The model whose initialization in transformers fails on packed Linears.
-    needs_float: str | None = None
+    #: Why transformers' own reader of compressed-tensors cannot open the result, and who can.
+    unopened: str | None = None
+    #: The kind of stacked experts that it does not read.
+    unstacked: str | None = None
 
     def notes(self) -> list[str]:
         """What a reader of the checkpoint should know."""
@@ -67,13 +70,27 @@ class Structure:
                 "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, "
                 "with a --group-size that divides their columns, packs them, and everybody reads those."
             )
-        if self.needs_float is not None:
+        if self.unopened is not None:
+            notes.append(f"transformers' own reader of compressed-tensors cannot open this checkpoint: {self.unopened}")
+        elif self.unstacked is not None:
             notes.append(
-                "transformers' own reader of compressed-tensors cannot open this checkpoint: its "
-                f"{self.needs_float} asks Linears for a float weight when it has loaded, and packed ones have none. "
-                "baracuda.load opens it; --scheme w8a8 packs nothing."
+                "The experts stay in floating point, in a stack that baracuda.load and servers read. transformers' own "
+                f"reader of compressed-tensors looks for single ones in place of {self.unstacked}, and fails or starts "
+                "with random ones."
+            )
+        elif lost := [tensor for tensor in self.joined() if not _EXPERTS.match(tensor.removesuffix(".weight"))]:
+            notes.append(
+                f"transformers joins {some(lost)} with others when it loads them. They stay in floating point, which "
+                "baracuda.load and servers read; its own reader of compressed-tensors looks for quantized ones only, "
+                "and would start with random values instead."
             )
         return notes
+
+    def joined(self) -> list[str]:
+        """The float tensors that transformers makes others of by rules for weights alone."""
+        rules = self.names.collected.items()
+        weights = [tensor for tensor, sources in rules if all(name.endswith(".weight") for name in sources)]
+        return [tensor for tensor in weights if tensor not in self.linears]
 
     def ignore(self) -> list[str]:
         """Names for the config: readers must not expect these to be quantized. Numbered families become patterns."""
@@ -96,7 +113,7 @@ def _family(module: str) -> str:
     return re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(module))
 
 
-def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = DEFAULT_IGNORE) -> Structure:
+def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Structure:
     if "quantization_config" in source.config:
         raise FlowError(f"{source.directory}: already quantized; start from the floating-point checkpoint")
     try:
@@ -112,19 +129,39 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = D
         name = structure.modules.get(module, module)
         reason = scheme.declines(source.entry(tensor))
         if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
-            reason = "the output head" if {name, module} & set(DEFAULT_IGNORE) else "ignored on request"
+            reason = "ignored on request"
+        if _ends_in(name, HEAD) or _ends_in(module, HEAD):
+            reason = "the output head"
         if reason is not None:
             del structure.linears[tensor]
             structure.left[module] = reason
     _require_matches(structure, source, ignore)
     _require_found(structure, source, ignore)
     _require_whole_families(structure)
+    _leave_whole_families(structure, source)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
-    if model is not None and scheme.packed:
-        packed = [structure.modules[module] for module in structure.linears.values() if module in structure.modules]
-        structure.needs_float = type(model).__name__ if needs_float_weights(model, packed) else None
+    if model is not None:
+        structure.unstacked = unstacked_experts(model)
+        structure.unopened = _why_unopened(structure, model, scheme)
     return structure
+
+
+def _why_unopened(structure: Structure, model: torch.nn.Module, scheme: Scheme) -> str | None:
+    """What transformers' own reader fails on, or None; `model` is of no use afterwards."""
+    kind = type(model).__name__
+    packed = [structure.modules[module] for module in structure.linears.values() if module in structure.modules]
+    if cuts_weights(model, packed if scheme.packed else []):
+        return (
+            f"its rules for {kind} cut a weight into several, which it refuses to do with quantized ones, even where "
+            "no file holds such a weight. baracuda.load opens it."
+        )
+    if scheme.packed and needs_float_weights(model, packed):
+        return (
+            f"its {kind} asks Linears for a float weight when it has loaded, and packed ones have none. baracuda.load "
+            "opens it; --scheme w8a8 packs nothing."
+        )
+    return None
 
 
 def _why_nothing(left: dict[str, str]) -> str:
@@ -138,9 +175,8 @@ def _why_nothing(left: dict[str, str]) -> str:
 
 def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
     """A pattern that matches nothing is a typing error. What stays as it is anyway, a norm or the head, does match."""
-    names = {tensor.rpartition(".")[0] for tensor in source.where}.union(
-        structure.left, structure.modules.values(), DEFAULT_IGNORE
-    )
+    names = {tensor.rpartition(".")[0] for tensor in source.where}.union(structure.left, structure.modules.values())
+    names.add(HEAD)
     for pattern in ignore:
         if not any(matches(pattern, name) for name in names):
             example = next(iter([*structure.linears.values(), *structure.left]), "")
@@ -176,14 +212,28 @@ def _require_whole_families(structure: Structure) -> None:
             f"--ignore leaves {left} but not {taken}: readers look for experts of one kind; ignore all of them or none"
         )
     for module, reason in structure.left.items():
-        parent, _, leaf = module.rpartition(".")
-        family = next((names for names in FUSED if leaf in names), ())
-        split = [name for name in family if f"{parent}.{name}" in quantized]
+        family = fused_with(module)
+        split = [name.rpartition(".")[2] for name in family if name in quantized]
         if split and reason == "ignored on request":
+            leaves = ", ".join(name.rpartition(".")[2] for name in family)
             raise FlowError(
-                f"--ignore leaves {module} but not {', '.join(split)}: servers run {', '.join(family)} as one layer; "
+                f"--ignore leaves {module} but not {', '.join(split)}: servers run {leaves} as one layer; "
                 "ignore all of them or none"
             )
+
+
+def fused_with(module: str) -> list[str]:
+    """The modules that servers run as one layer with this one, by their names; itself among them, or alone."""
+    parent, dot, leaf = module.rpartition(".")
+    return [f"{parent}{dot}{name}" for name in next((family for family in FUSED if leaf in family), (leaf,))]
+
+
+def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
+    """A Linear that must stay float keeps those beside it float that servers run as one layer with it."""
+    for module in [name for name in structure.left if f"{name}.weight" in source.where]:
+        for name in fused_with(module):
+            if structure.linears.pop(f"{name}.weight", None) is not None:
+                structure.left[name] = f"servers run it as one layer with {module}, which stays in floating point"
 
 
 @contextmanager
@@ -217,12 +267,20 @@ def model_config(directory: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The transformers model a config names, or None."""
+    """The transformers model a config names, or else the one below the heads of its kind; None where it has neither.
+
+    A name that is not transformers' own may be that of code beside the model, which can be built in any way.
+    """
     import transformers
 
     name = (getattr(config, "architectures", None) or [None])[0]
     found = getattr(transformers, name, None) if isinstance(name, str) else None
-    return found if isinstance(found, type) and issubclass(found, torch.nn.Module) else None
+    if isinstance(found, type) and issubclass(found, torch.nn.Module):
+        return found
+    if getattr(config, "auto_map", None):
+        return None
+    found = transformers.MODEL_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, (list, tuple)) else found
 
 
 def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
@@ -235,10 +293,11 @@ def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
         return None, f"transformers {transformers.__version__} does not know model_type {kind!r}"
     _require_sane(config)
+    reader = transformers.CONFIG_MAPPING[kind]
+    # Infinities have a spelling of their own in the files of newer versions.
+    decoded = getattr(reader, "_decode_special_floats", dict)(config)
     with quiet():
-        parsed = transformers.CONFIG_MAPPING[kind].from_dict(
-            {k: v for k, v in config.items() if k != "quantization_config"}
-        )
+        parsed = reader.from_dict({k: v for k, v in decoded.items() if k != "quantization_config"})
     cls = model_class(parsed)
     if cls is None:
         return None, f"transformers {transformers.__version__} has no {config.get('architectures')}"
@@ -252,15 +311,27 @@ def _require_sane(config: Any) -> None:
     for key, value in config.items():
         if isinstance(value, dict):
             _require_sane(value)
-        elif type(value) is int and value > MAX_REPEATS and any(word in key for word in ("layer", "expert", "depth")):
-            raise CheckpointError("bad-config", f"config.json: {key} is {value}, more than any model has")
+        elif _COUNT.search(str(key)) and not _NO_COUNT.search(str(key)):
+            limit = MAX_EXPERTS if "expert" in key else MAX_REPEATS
+            for count in value if isinstance(value, list) else [value]:
+                if type(count) is int and count > limit:
+                    raise CheckpointError("bad-config", f"config.json: {key} is {count}, more than any model has")
 
 
-def stays_float(name: str, module: torch.nn.Linear) -> str | None:
-    """Why no module of integers can take the place of this Linear, or None."""
-    if type(module) is not torch.nn.Linear and type(module).__name__ not in PLAIN:
-        return f"a {type(module).__name__}, which may do more than an nn.Linear"
-    return "the module around it multiplies by its weight itself" if _ends_in(name, TAKEN_APART) else None
+def tied_weights(model: torch.nn.Module) -> dict[str, str]:
+    """Tensor of the model -> the one that it is, under another name."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
+def stay_float(model: torch.nn.Module) -> dict[str, str]:
+    """The Linears whose place no module of integers can take, with the reason."""
+    reasons = dict.fromkeys((name.removesuffix(".weight") for name in tied_weights(model).values()), SHARED)
+    reasons |= dict.fromkeys(taken_apart(model), "the code around it computes with its weight itself")
+    for name, module in model.named_modules():
+        kind = type(module)
+        if isinstance(module, torch.nn.Linear) and kind is not torch.nn.Linear and kind.__name__ not in PLAIN:
+            reasons[name] = f"a {kind.__name__}, which may do more than an nn.Linear"
+    return reasons
 
 
 def _casts(model: torch.nn.Module, name: str) -> str | None:
@@ -270,15 +341,20 @@ def _casts(model: torch.nn.Module, name: str) -> str | None:
     return "the module around it casts to the type of its weight" if casts else None
 
 
-def _ends_in(name: str, endings: tuple[str, ...]) -> bool:
+def _ends_in(name: str, *endings: str) -> bool:
     return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+
+
+def _is_router(name: str) -> bool:
+    return _ends_in(name, *ROUTERS) or "router" in name.split(".")
 
 
 def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> Structure:
     structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
     structure.names = names = match_names(model, source.where)
     spoken_for: set[str] = set()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = tied_weights(model)
+    floats = stay_float(model)
     for name, module in model.named_modules():
         stored = names.module(name)
         conv = type(module).__name__ == "Conv1D"
@@ -292,15 +368,15 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> S
         if not isinstance(module, torch.nn.Linear):
             continue
         if f"{name}.weight" in tied:
-            structure.left[name] = "shares its weight with another module"
+            structure.left[name] = SHARED
         elif stored is None:
             origin = names.origin(name)
             structure.left[name] = f"transformers makes it from {origin}" if origin is not None else NOT_STORED
         else:
             structure.modules[stored] = name
             spoken_for.add(f"{stored}.weight")
-            router = "a router, which servers read in floating point" if _ends_in(name, ROUTERS) else None
-            reason = router or stays_float(name, module) or _casts(model, name)
+            router = "a router, which servers read in floating point" if _is_router(name) else None
+            reason = router or floats.get(name) or _casts(model, name)
             if reason is None:
                 structure.linears[f"{stored}.weight"] = stored
             else:

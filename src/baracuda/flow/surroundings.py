@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
+
+#: What code may ask of a weight that is one of integers: `dtype` has a function of its own here.
+ASKED = ("device", "dtype", "ndim", "shape", "size")
+#: Functions that a weight may be given to.
+ASKING = ("hasattr", "isinstance")
+#: The conditions around a place in code, and what each must be to get there.
+Conditions = tuple[tuple[ast.expr, bool], ...]
 
 
 def casts_to_its_type(around: nn.Module, name: str) -> bool:
@@ -22,6 +31,122 @@ def casts_to_its_type(around: nn.Module, name: str) -> bool:
     asked = rf"\bself\.{re.escape(name)}\.weight\.dtype\b"
     careful = rf"{asked}\s*(!=\s*torch\.u?int8\b|\)\.is_floating_point\b)"
     return any(re.search(asked, code) and not re.search(careful, code) for code in _functions(kind))
+
+
+def taken_apart(model: nn.Module) -> set[str]:
+    """The modules whose weight the code around them computes with, instead of calling them."""
+    names = dict(model.named_modules())
+    taken: set[str] = set()
+    for around, module in names.items():
+        kind: Any = type(module)
+        for use in _uses(kind):
+            path = re.compile(rf"{re.escape(around)}\.{use.path}" if around else use.path)
+            found = {name for name in names if path.fullmatch(name)}
+            if not found <= taken and use.happens(module):
+                taken |= found
+    return taken
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A place in the code of a module that computes with the weight of another one."""
+
+    #: What is below the name of the module that has the code: a pattern.
+    path: str
+    conditions: Conditions
+    #: The arguments of the function that are None unless given.
+    absent: tuple[str, ...]
+
+    def happens(self, module: nn.Module) -> bool:
+        """Whether inference can get there: conditions about the module's own settings are looked up."""
+        names = {"self": _Inference(module), **dict.fromkeys(self.absent)}
+        return all(_value(condition, names) is not (not expected) for condition, expected in self.conditions)
+
+
+class _Inference:
+    """A module as its code finds it when it is not trained."""
+
+    training = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _value(condition: ast.expr, names: dict[str, Any]) -> bool | None:
+    """Whether it is true; None where it asks for more than `names`."""
+    if isinstance(condition, ast.BoolOp):
+        values = [_value(part, names) for part in condition.values]
+        decides = isinstance(condition.op, ast.Or)
+        return decides if decides in values else None if None in values else not decides
+    nodes = list(ast.walk(condition))
+    asked = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if not asked <= set(names) or any(isinstance(node, ast.Call) for node in nodes):
+        return None
+    try:
+        return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {"__builtins__": {}}, names))
+    except Exception:  # what it asks for is not set, or a tensor without values
+        return None
+
+
+@cache
+def _uses(kind: type) -> tuple[_Use, ...]:
+    """What the functions of a class do, but for those that initialize."""
+    found = []
+    for function in map(_parsed, _functions(kind)):
+        if function is not None and "init" not in function.name:
+            for module, conditions in _weights(function, ()):
+                if path := _below(module):
+                    found.append(_Use(path, conditions, _absent(function)))
+    return tuple(found)
+
+
+def _parsed(code: str) -> ast.FunctionDef | None:
+    try:
+        tree = ast.parse(f"if True:\n{code}" if code[:1].isspace() else code)
+    except SyntaxError:  # a part of a statement, where a function has no name
+        return None
+    return next((node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)), None)
+
+
+def _absent(function: ast.FunctionDef) -> tuple[str, ...]:
+    given, plain = function.args, [*function.args.posonlyargs, *function.args.args]
+    last = plain[len(plain) - len(given.defaults) :]
+    defaults = [*zip(last, given.defaults, strict=True), *zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return tuple(name.arg for name, value in defaults if isinstance(value, ast.Constant) and value.value is None)
+
+
+def _weights(node: ast.AST, conditions: Conditions) -> Iterator[tuple[ast.expr, Conditions]]:
+    """Every `<module>.weight` below a node that is not only looked at, as the module, with the conditions around it."""
+    if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.ctx, ast.Load):
+        yield node.value, conditions
+    if isinstance(node, ast.Attribute) and node.attr in ASKED and isinstance(node.value, ast.Attribute):
+        return
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ASKING:
+        return
+    for field, value in ast.iter_fields(node):
+        inner = conditions
+        if isinstance(node, (ast.If, ast.IfExp)) and field in ("body", "orelse"):
+            inner = (*conditions, (node.test, field == "body"))
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _weights(child, inner)
+
+
+def _below(node: ast.expr) -> str:
+    """The pattern of names of `self.a.b[0]`, or of `local.a.b`, which is somewhere below; empty where it is unknown."""
+    path: list[str] = []
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute):
+            path.insert(0, re.escape(node.attr))
+        else:
+            path.insert(0, str(node.slice.value) if isinstance(node.slice, ast.Constant) else r"\d+")
+        node = node.value
+    if not path or not isinstance(node, ast.Name):
+        return ""
+    return r"\.".join(path) if node.id == "self" else r"(.*\.)?" + r"\.".join(path)
 
 
 @cache

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from ..patterns import matches
-from .checkpoint import FOREIGN_WEIGHTS, INDEX, SINGLE, Checkpoint, inside, read_json, shard_names
+from .checkpoint import FOREIGN_WEIGHTS, INDEX, SINGLE, Checkpoint, inside, read_json, require_one_model, shard_names
 from .companions import companions
 from .errors import CheckpointError, FlowError
 from .journal import FOLDER
 from .names import match_names
 from .report import JSON
 from .scheme import FLOATS, STORED, Scheme, parse_config
-from .structure import FUSED, skeleton
+from .structure import FUSED, skeleton, stay_float, tied_weights
 from .tensorfile import Entry, TensorFile
 
 #: Enough to see what is wrong; a damaged file can produce one for every tensor.
@@ -118,10 +118,14 @@ class _Check:
                 self.add(error.code, INDEX, str(error))
                 names = sorted(path.name for path in self.out.glob("*.safetensors"))
                 index = None
+        try:
+            require_one_model(self.out, names)
+        except CheckpointError as error:
+            self.add(error.code, SINGLE, str(error))
         for name in names:
             try:
                 path = inside(self.out, name)
-                if self.out.resolve() not in path.resolve().parents:
+                if not _stays(self.out.resolve(), path.resolve()):
                     raise CheckpointError("path-escape", f"{name}: a link that leads out of the directory")
                 file = stack.enter_context(TensorFile(path))
             except CheckpointError as error:
@@ -245,12 +249,17 @@ class _Check:
             )
         if model is None or names is None:
             return None
-        tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+        tied, floats = tied_weights(model), stay_float(model)
         for name, module in model.named_modules():
             if not isinstance(module, torch.nn.Linear) or f"{name}.weight" in tied:
                 continue
+            stored = names.module(name)
+            if stored in self.modules and name in floats:
+                self.add(
+                    "config-mismatch", name, f"it is stored quantized, but must stay in floating point: {floats[name]}"
+                )
             if names.origin(name) is None:
-                self._linear(name, names.module(name), module, ignore, scheme)
+                self._linear(name, stored, module, ignore, scheme)
         return None
 
     def _known(self, module: str) -> bool:
@@ -327,7 +336,9 @@ class _Check:
             ).shape:
                 self.add("wrong-dtype" if mine.shape == source.entry(name).shape else "shape-mismatch", name,
                          f"the original is {source.entry(name).dtype} {list(source.entry(name).shape)}")  # fmt: skip
-            elif name not in changed and not self._same_bytes(source, name):
+            elif self._same_bytes(source, name):
+                self._forgive("not-finite", name)
+            elif name not in changed:
                 self.add("wrong-values", name, "it differs from the original, though the scheme leaves it as it is")
         for name in self.entries:
             module = name.rpartition(".")[0]
@@ -339,6 +350,10 @@ class _Check:
         for path in companions(source.directory, self.out):
             if path.suffix in READ and not (self.out / path).is_file():
                 self.add("missing-file", str(path), "the original has it beside its weights")
+
+    def _forgive(self, code: str, where: str) -> None:
+        """What the original holds too, such as a mask of infinities, is not what is wrong with the result."""
+        self.findings = [found for found in self.findings if (found.code, found.where) != (code, where[:200])]
 
     def _flagged(self, module: str) -> bool:
         return any(finding.where.startswith(module) for finding in self.findings)
@@ -371,6 +386,12 @@ class _Check:
 
     def modules_rows(self, module: str, scheme: Scheme) -> int:
         return self.entries[f"{module}.weight_packed" if scheme.packed else f"{module}.weight"].shape[0]
+
+
+def _stays(directory: Path, file: Path) -> bool:
+    """Whether a file is in the directory, or where the cache of the Hugging Face Hub keeps those of a snapshot."""
+    cached = directory.parent.name == "snapshots" and file.parent == directory.parent.parent / "blobs"
+    return cached or directory in file.parents
 
 
 def _as_float(name: str) -> str:
