@@ -190,11 +190,13 @@ class Checker:
 
     def check_signs(self, operands: tuple[Value, ...]) -> None:
         """Raises for a tensor whose minus torch has put off: it is not in the memory, which kernels read."""
-        for i, value in enumerate(operands):
-            if type(value) not in _NO_MEMORY and isinstance(value, Tensor) and value.is_neg():
-                where = self._where(self.expected[i])
-                raise InvalidProblem(f"{where}: expected a tensor as it is in memory, got a view of its negative; "
-                                     "call .resolve_neg()")  # fmt: skip
+        for value in operands:
+            if type(value) is Tensor and value.is_neg():
+                name = next(e.name for v, e in zip(operands, self.expected, strict=True) if v is value)
+                raise InvalidProblem(
+                    f"{self.problem.op.value}: {name}: expected a tensor as it is in memory, got a view of its "
+                    "negative; call .resolve_neg()"
+                )
 
     def check_apart(self, workspace: Tensor, operands: tuple[Value, ...]) -> None:
         """Raises if the workspace, which is contiguous, shares memory with an operand."""
