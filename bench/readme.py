@@ -60,7 +60,7 @@ def gpu_section(run: Run) -> str:
     text = [
         f"{run['device']}, {versions}, {run['date']}, one run, 256 MiB or more to read, bf16 and s8: the share of what "
         f"a copy moves ({run['copy_terabytes']:.2f} TB/s). Over all types, {reached} of {len(lines)} "
-        "rows reach their bar, 95 % (85 % for f64 and strided segments). A call of `plan.run` takes "
+        "rows reach their bar, 95 % (85 % for f64 and strided segments). A checked launch takes "
         f"{run['host_microseconds']:.1f} us of the host.",
         "",
         f"| operation | {' | '.join(SCOPES)} |",
