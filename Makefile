@@ -25,15 +25,14 @@ pytest: .venv/installed
 	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, more than 2**31 elements
-	$(BIN)/python -m pytest -m slow --slow tests/test_cpu_sweeps.py tests/test_exhaustive.py tests/test_corners.py
+	$(BIN)/python -m pytest -m slow --slow tests/backends/cpu/test_sweeps.py tests/contract
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/test_learned.py tests/test_honest.py \
-	  tests/test_triton_linear.py tests/test_triton.py -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/contract/test_honest.py -m "not gpu"
 
 SECONDS ?= 600
 soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
-	$(BIN)/python tests/soak.py --seconds $(SECONDS)
+	$(BIN)/python tools/soak.py --seconds $(SECONDS)
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu
@@ -43,7 +42,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu tests/test_honest.py -m "gpu and not alone" -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/contract/test_honest.py -m "gpu and not alone" -p no:benchmark -n 8
 	$(GPU_PYTHON) -m pytest tests/gpu -m "gpu and alone" -p no:benchmark -n 0
 
 gpu-bench:
@@ -54,17 +53,17 @@ gpu-bench:
 
 gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racecheck; logs in build/gpu-sanitize
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) tests/gpu_sanitize.py
+	PYTHONPATH=tests/support $(GPU_PYTHON) tools/gpu_sanitize.py
 
 docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed
 	$(BIN)/python -m docs.site
 
 mutation: .venv/installed  ## break chosen lines of the reference, one at a time; every mutant must be caught
-	$(BIN)/python tests/mutation.py
+	$(BIN)/python tools/mutation.py
 
 package: .venv/installed  ## the sdist, the wheel from it, no stray files in them, and the wheel used in a bare environment
 	$(BIN)/pip install --quiet 'build>=1.2'
-	$(BIN)/python tests/package.py
+	$(BIN)/python tools/package.py
 
 build: .venv/installed
 

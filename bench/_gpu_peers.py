@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerTensor, QuantizeKind
-from baracuda.problem import Problem
+from baracuda.core.problem import Problem
 
 
 def formula(p: Problem) -> tuple[Callable[..., object], int] | None:

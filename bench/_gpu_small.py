@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Problem, scale_elements
+from baracuda.core.problem import OPS, Problem, scale_elements
+from baracuda.plans.plan import SelectedPlan
 
 from ._gpu_peers import formula
 from .common import write_json

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from baracuda.flow import quantize_checkpoint
-from baracuda.flow.calibrate import Observer
-from baracuda.flow.tensorfile import write_tensors
+from baracuda.flow.checkpoint.tensorfile import write_tensors
+from baracuda.flow.run.calibrate import Observer
 
 from .common import Bar, arguments, interleaved, show_bars, table, write_json
 
@@ -91,7 +91,7 @@ def calibration(layers: int) -> tuple[Any, ...] | None:
         import transformers
     except ImportError:
         return None
-    from baracuda.flow.prepare import analyse
+    from baracuda.flow.run.prepare import analyse
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=layers, **sizes)

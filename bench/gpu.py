@@ -36,9 +36,9 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Problem, packed_shape, scale_elements
-from baracuda.types import INTEGERS, OpCategory
+from baracuda.core.problem import OPS, Problem, packed_shape, scale_elements
+from baracuda.core.types import INTEGERS, OpCategory
+from baracuda.plans.plan import SelectedPlan
 
 from ._gpu_peers import PEERS
 from .common import arguments, per_call, write_json

@@ -21,12 +21,12 @@ from unittest import mock
 import torch
 
 from baracuda import BackendKind, PlanPreference
-from baracuda.backends.triton import tune
-from baracuda.backends.triton.tune import Range, Schedule, Tile
-from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Problem
-from baracuda.scope import View
-from baracuda.types import QuantizeKind
+from baracuda.backends.triton.elementwise import tune
+from baracuda.backends.triton.elementwise.tune import Range, Schedule, Tile
+from baracuda.core.problem import OPS, Problem
+from baracuda.core.scope import View
+from baracuda.core.types import QuantizeKind
+from baracuda.plans.plan import SelectedPlan
 
 from . import _gpu_small as small
 from .common import arguments, write_json

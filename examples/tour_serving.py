@@ -16,7 +16,7 @@ import transformers
 
 import baracuda
 from baracuda.flow import quantize_checkpoint, verify
-from baracuda.flow.tensorfile import write_tensors
+from baracuda.flow.checkpoint.tensorfile import write_tensors
 
 transformers.utils.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()

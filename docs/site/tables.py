@@ -14,9 +14,9 @@ import typer
 
 import baracuda
 from baracuda import BackendKind, ElementKind, Plan, PrecisionGuarantee
+from baracuda.backends.matrix import SCOPES, Cell, cells
 from baracuda.backends.registry import BACKENDS, contract
-from baracuda.cli import app
-from baracuda.matrix import SCOPES, Cell, cells
+from baracuda.cli.app import app
 
 from .markdown import table
 

@@ -5,7 +5,58 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .descriptors import (
+from .core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
+from .core.packing import pack_int4, unpack_int4
+from .core.scope import DynamicRangeScope, PerChannel, PerGroup, PerTensor, PerToken, Scope
+from .core.types import (
+    Activation,
+    Arithmetic,
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    KernelSku,
+    MathPrecision,
+    OpCategory,
+    PlanPreference,
+    PrecisionGuarantee,
+    QuantizeKind,
+    Support,
+)
+from .functional import (
+    Quantized,
+    choose_qparams,
+    dequantize,
+    dynamic_fake_quantize,
+    dynamic_quantize,
+    fake_quantize,
+    quantize,
+    quantized_linear,
+    smoothquant_linear,
+)
+from .plans.declarations import (
+    DequantizePerChannelBackwardPlan,
+    DequantizePerChannelPlan,
+    DequantizePerGroupBackwardPlan,
+    DequantizePerGroupPlan,
+    DequantizePerTensorBackwardPlan,
+    DequantizePerTensorPlan,
+    DequantizePerTokenBackwardPlan,
+    DequantizePerTokenPlan,
+    DynamicRangeQuantizePlan,
+    FakeQuantizeBackwardPlan,
+    FakeQuantizePlan,
+    QuantizedLinearPlan,
+    QuantizePerChannelBackwardPlan,
+    QuantizePerChannelPlan,
+    QuantizePerGroupBackwardPlan,
+    QuantizePerGroupPlan,
+    QuantizePerTensorBackwardPlan,
+    QuantizePerTensorPlan,
+    QuantizePerTokenBackwardPlan,
+    QuantizePerTokenPlan,
+    SmoothQuantLinearPlan,
+)
+from .plans.descriptors import (
     BackwardArgs,
     DequantizePerChannelArgs,
     DequantizePerChannelBackwardArgs,
@@ -51,63 +102,12 @@ from .descriptors import (
     SmoothQuantLinearArgs,
     SmoothQuantLinearDescriptor,
 )
-from .errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
-from .functional import (
-    Quantized,
-    choose_qparams,
-    dequantize,
-    dynamic_fake_quantize,
-    dynamic_quantize,
-    fake_quantize,
-    quantize,
-    quantized_linear,
-    smoothquant_linear,
-)
-from .packing import pack_int4, unpack_int4
-from .plan import Plan
-from .plans import (
-    DequantizePerChannelBackwardPlan,
-    DequantizePerChannelPlan,
-    DequantizePerGroupBackwardPlan,
-    DequantizePerGroupPlan,
-    DequantizePerTensorBackwardPlan,
-    DequantizePerTensorPlan,
-    DequantizePerTokenBackwardPlan,
-    DequantizePerTokenPlan,
-    DynamicRangeQuantizePlan,
-    FakeQuantizeBackwardPlan,
-    FakeQuantizePlan,
-    QuantizedLinearPlan,
-    QuantizePerChannelBackwardPlan,
-    QuantizePerChannelPlan,
-    QuantizePerGroupBackwardPlan,
-    QuantizePerGroupPlan,
-    QuantizePerTensorBackwardPlan,
-    QuantizePerTensorPlan,
-    QuantizePerTokenBackwardPlan,
-    QuantizePerTokenPlan,
-    SmoothQuantLinearPlan,
-)
-from .scope import DynamicRangeScope, PerChannel, PerGroup, PerTensor, PerToken, Scope
-from .types import (
-    Activation,
-    Arithmetic,
-    BackendKind,
-    DynamicRangeMode,
-    ElementKind,
-    KernelSku,
-    MathPrecision,
-    OpCategory,
-    PlanPreference,
-    PrecisionGuarantee,
-    QuantizeKind,
-    Support,
-)
+from .plans.plan import Plan
 
 if TYPE_CHECKING:
     from . import autograd, flow, nn, parallel
-    from .flow.load import load
-    from .models import LinearScheme, Report, convert, prepare_qat, quantize_model
+    from .flow.hf.load import load
+    from .models.replace import LinearScheme, Report, convert, prepare_qat, quantize_model
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.
 _LAZY = {

@@ -1,5 +1,5 @@
 """`python -m baracuda`, the same as the `baracuda` command."""
 
-from .cli import app
+from .cli.app import app
 
 app()

@@ -1,4 +1,4 @@
-"""The host's part of a call. Private: baracuda.checks and baracuda.backends.triton stand before it."""
+"""The host's part of a call. Private: baracuda.plans.checks and baracuda.backends.triton stand before it."""
 
 from collections.abc import Sequence
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arrays import as_tensor, segment_values
 from .backends.registry import Value
-from .errors import Unsupported
-from .execute import audience, cached_plan, transform_level
-from .ops import _LIBRARY, OPERATORS, Key, rounded
-from .plan import SelectedPlan
-from .scope import PerChannel, PerTensor, Scope, Shape, require_scope
-from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
+from .core.arrays import as_tensor, segment_values
+from .core.errors import Unsupported
+from .core.scope import PerChannel, PerTensor, Scope, Shape, require_scope
+from .core.types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
+from .dispatch.eager import audience, cached_plan, transform_level
+from .dispatch.operators import _LIBRARY, OPERATORS, Key, rounded
+from .plans.plan import SelectedPlan
 
 _LINEAR_IN_GRAD_OUTPUT = (
     QuantizeKind.QUANTIZE_BACKWARD,

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .arrays import Array, as_tensor, segment_value, segment_values
 from .autograd import compute, static_key
 from .backends.registry import Value
-from .descriptors import Element, stored_scale_element
-from .errors import InvalidProblem
-from .execute import audience, cached_plan, run
-from .ops import OPERATORS, Key, unpacked_shape
-from .problem import fake_storage
-from .scope import PerTensor, PerToken, Scope, Shape, require_scope
-from .types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
+from .core.arrays import Array, as_tensor, segment_value, segment_values
+from .core.errors import InvalidProblem
+from .core.problem import fake_storage
+from .core.scope import PerTensor, PerToken, Scope, Shape, require_scope
+from .core.types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
+from .dispatch.eager import audience, cached_plan, run
+from .dispatch.operators import OPERATORS, Key, unpacked_shape
+from .plans.descriptors import Element, stored_scale_element
 
 _WHOLE = PerTensor()
 

@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from .backends.reference import canonical, linear
-from .errors import InvalidProblem, Unsupported
+from .core.errors import InvalidProblem, Unsupported
+from .core.packing import unpack_int4
+from .core.scope import PerToken
+from .core.types import ElementKind
 from .functional import choose_qparams, quantize, smoothquant_linear
 from .nn.linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear, under_autocast
-from .packing import unpack_int4
-from .scope import PerToken
-from .types import ElementKind
 
 
 class _Parallel(ParallelStyle):

@@ -21,9 +21,9 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.backends.triton import tune
-from baracuda.plan import SelectedPlan
-from baracuda.problem import OPS, Problem
+from baracuda.backends.triton.elementwise import tune
+from baracuda.core.problem import OPS, Problem
+from baracuda.plans.plan import SelectedPlan
 from cases import CASES, Case, assert_same_bits, is_linear, operands, run
 
 pytestmark = [

@@ -13,12 +13,12 @@ import torch
 
 import baracuda
 from baracuda.flow import quantize_checkpoint, verify
-from baracuda.flow.calibrate import channel_maximum
-from baracuda.flow.packed import PackedLinear
-from baracuda.flow.preparation import Preparation
-from baracuda.flow.scheme import Scheme
-from baracuda.flow.stream import ShardJob
-from baracuda.flow.tensorfile import TensorFile, TensorFileWriter, layout, read_tensors, write_tensors
+from baracuda.flow.checkpoint.scheme import Scheme
+from baracuda.flow.checkpoint.tensorfile import TensorFile, TensorFileWriter, layout, read_tensors, write_tensors
+from baracuda.flow.hf.packed import PackedLinear
+from baracuda.flow.run.calibrate import channel_maximum
+from baracuda.flow.run.preparation import Preparation
+from baracuda.flow.run.stream import ShardJob
 from baracuda.nn import QuantizedLinear
 
 pytestmark = [

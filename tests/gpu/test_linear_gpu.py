@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.backends.triton import linear_tune
-from baracuda.plan import SelectedPlan
-from baracuda.problem import Problem, scale_elements
+from baracuda.backends.triton.linear import tune as linear_tune
+from baracuda.core.problem import Problem, scale_elements
+from baracuda.plans.plan import SelectedPlan
 from cases import LINEAR_CASES, Case, assert_same_bits, operands, run
 
 pytestmark = [

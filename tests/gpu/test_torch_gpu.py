@@ -12,14 +12,14 @@ import torch
 from learned import FULL_BLOCKS, assert_alike, problems
 from learned import run as run_learned
 from narrowed import assert_kernels_store_16_bits, assert_scales_nobody_reads_are_not_stored
-from test_ops import Mlp, arguments, everything, weights
+from test_operators import Mlp, arguments, everything, weights
 from torch import Tensor, nn
 
 import baracuda
 from baracuda import BackendKind, PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda.core.problem import OPS
+from baracuda.dispatch.operators import OPERATORS
 from baracuda.nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
-from baracuda.ops import OPERATORS
-from baracuda.problem import OPS
 from cases import LARGE_LAYOUTS, LAYOUTS
 
 pytestmark = [
@@ -65,7 +65,8 @@ def test_the_learned_backward_has_the_bits_of_the_reference(layouts: Any) -> Non
 
 def test_a_training_step_launches_one_kernel_for_each_fake_quantization() -> None:
     """Forward finds the range and rounds in one pass; backward lets the gradient through and launches nothing."""
-    from baracuda.backends.triton import elementwise, ranges
+    from baracuda.backends.triton.dynamic import kernels as ranges
+    from baracuda.backends.triton.elementwise import kernels as elementwise
 
     torch.manual_seed(3)
     x = torch.randn(64, 256, device=DEVICE, requires_grad=True)
@@ -130,7 +131,7 @@ class Foreign:
 
 def test_anything_that_speaks_dlpack_comes_in_without_a_copy() -> None:
     x = torch.randn(4, 8, device=DEVICE)
-    assert baracuda.arrays.as_tensor(Foreign(x), "x").data_ptr() == x.data_ptr()
+    assert baracuda.core.arrays.as_tensor(Foreign(x), "x").data_ptr() == x.data_ptr()
     assert torch.equal(baracuda.dynamic_quantize(Foreign(x)).q, baracuda.dynamic_quantize(x).q)
 
 
@@ -186,7 +187,7 @@ def test_numpy_arrays_come_in_without_a_copy() -> None:
 def test_cupy_arrays_come_in_without_a_copy() -> None:
     cupy = pytest.importorskip("cupy", reason="needs CuPy")
     x = cupy.random.standard_normal((4, 8)).astype(cupy.float32)
-    tensor = baracuda.arrays.as_tensor(x, "x")
+    tensor = baracuda.core.arrays.as_tensor(x, "x")
     assert tensor.is_cuda and tensor.data_ptr() == x.data.ptr
     q = baracuda.dynamic_quantize(x)
     assert torch.equal(q.q, baracuda.dynamic_quantize(tensor).q)
@@ -197,7 +198,7 @@ def test_jax_arrays_come_in_without_a_copy() -> None:
     if jax.default_backend() != "gpu":
         pytest.skip("this jax has no GPU")
     x = jax.random.normal(jax.random.key(0), (4, 8))
-    tensor = baracuda.arrays.as_tensor(x, "x")
+    tensor = baracuda.core.arrays.as_tensor(x, "x")
     assert tensor.is_cuda and tensor.data_ptr() == x.unsafe_buffer_pointer()
     assert torch.equal(baracuda.quantize(x, 0.1), baracuda.quantize(tensor, 0.1))
 

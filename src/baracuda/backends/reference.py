@@ -12,19 +12,11 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..packing import pack_int4, unpack_int4
-from ..problem import Problem, activation_problem
-from ..scope import View
-from ..types import (
-    MAX_ZERO_POINT,
-    SUM_LANES,
-    SUM_STEPS,
-    Arithmetic,
-    BackendKind,
-    DynamicRangeMode,
-    QuantizeKind,
-)
-from .activation import activated
+from ..core.packing import pack_int4, unpack_int4
+from ..core.problem import Problem, activation_problem
+from ..core.scope import View
+from ..core.types import MAX_ZERO_POINT, SUM_LANES, SUM_STEPS, Arithmetic, BackendKind, DynamicRangeMode, QuantizeKind
+from .nonlinearity import activated
 from .registry import Kernel, Launch, Value
 
 # -- the formulas ------------------------------------------------------------------------------------------------

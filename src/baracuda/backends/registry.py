@@ -10,9 +10,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..errors import Unsupported
-from ..problem import OPS, Problem, epilogue_formula
-from ..types import (
+from ..core.errors import Unsupported
+from ..core.problem import OPS, Problem, epilogue_formula
+from ..core.types import (
     BackendKind,
     ElementKind,
     KernelSku,

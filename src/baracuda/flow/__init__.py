@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from .convert import quantize_checkpoint
+from .checkpoint.verify import Finding, verify
 from .errors import CheckpointError, FlowError
-from .load import load
-from .report import rebuild as report
-from .verify import Finding, verify
+from .hf.load import load
+from .run.convert import quantize_checkpoint
+from .run.report import rebuild as report
 
 __all__ = ["CheckpointError", "Finding", "FlowError", "load", "quantize_checkpoint", "report", "verify"]

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import BaracudaError
+from ..core.errors import BaracudaError
 
 
 class CheckpointError(BaracudaError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..patterns import flaw
+from ..core.patterns import flaw
 from .errors import FlowError
 
 

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..autograd import straight_through
-from ..descriptors import Element
-from ..errors import InvalidProblem
-from ..execute import audience
+from ..core.errors import InvalidProblem
+from ..core.scope import PerTensor, PerToken, Scope, Shape
+from ..core.types import Arithmetic, DynamicRangeMode, ElementKind, member
+from ..dispatch.eager import audience
 from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize
-from ..scope import PerTensor, PerToken, Scope, Shape
-from ..types import Arithmetic, DynamicRangeMode, ElementKind, member
+from ..plans.descriptors import Element
 from .linear import autocast_dtype
 from .observers import MinMax, Observer
 from .rounding import Rounding

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..arrays import as_tensor
 from ..autograd import straight_through
-from ..descriptors import Element
-from ..errors import InvalidProblem, Unsupported
+from ..core.arrays import as_tensor
+from ..core.errors import InvalidProblem, Unsupported
+from ..core.problem import Numbers, Problem, activation_zero_point_numbers, packed_shape, scale_numbers
+from ..core.scope import PerChannel
+from ..core.types import FLOATS, DynamicRangeMode, ElementKind, QuantizeKind, member
 from ..functional import (
     choose_qparams,
     dequantize,
@@ -22,9 +24,7 @@ from ..functional import (
     quantized_linear,
     smoothquant_linear,
 )
-from ..problem import Numbers, Problem, activation_zero_point_numbers, packed_shape, scale_numbers
-from ..scope import PerChannel
-from ..types import FLOATS, DynamicRangeMode, ElementKind, QuantizeKind, member
+from ..plans.descriptors import Element
 from .row_sums import RowSums
 
 

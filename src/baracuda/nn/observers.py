@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..errors import InvalidProblem
-from ..scope import PerTensor, Scope, Shape
+from ..core.errors import InvalidProblem
+from ..core.scope import PerTensor, Scope, Shape
 
 
 class Observer(nn.Module):

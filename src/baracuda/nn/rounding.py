@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..autograd import compute, static_key
 from ..backends.registry import Value
-from ..execute import cached_plan
+from ..core.problem import fake_storage
+from ..core.types import DynamicRangeMode, ElementKind, QuantizeKind
+from ..dispatch.eager import cached_plan
+from ..dispatch.operators import rounded
 from ..functional import dynamic_key
-from ..ops import rounded
-from ..plan import SelectedPlan
-from ..problem import fake_storage
-from ..types import DynamicRangeMode, ElementKind, QuantizeKind
+from ..plans.plan import SelectedPlan
 
 if TYPE_CHECKING:
     from .fake_quantize import FakeQuantize

@@ -7,8 +7,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from ..packing import unpack_int4
-from ..types import ElementKind
+from ..core.packing import unpack_int4
+from ..core.types import ElementKind
 
 
 class RowSums:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ...problem import Problem
-from ...types import BackendKind, QuantizeKind
+from ...core.problem import Problem
+from ...core.types import BackendKind, QuantizeKind
 from ..registry import Kernel, Launch
 
 try:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import _cpu
-from ...checks import row_stride
-from ...problem import OPS, Problem
-from ...types import FLOATS, INTEGERS, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from ...core.problem import OPS, Problem
+from ...core.types import FLOATS, INTEGERS, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from ...plans.checks import row_stride
 from ..registry import Launch, Value
 
 #: The codes of the compiled side, in its order.

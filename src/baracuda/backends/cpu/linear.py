@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ... import _cpu
-from ...problem import Problem, activation_problem
-from ...types import DynamicRangeMode, ElementKind, QuantizeKind
+from ...core.problem import Problem, activation_problem
+from ...core.types import DynamicRangeMode, ElementKind, QuantizeKind
 from ..registry import Value
 from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, F32, native_plan, pitch, threads_for
 

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 
 import torch
 
-from ...checks import MISSING
-from ...problem import Problem
-from ...types import BackendKind, QuantizeKind
+from ...core.problem import Problem
+from ...core.types import BackendKind, QuantizeKind
+from ...plans.checks import MISSING
 from ..registry import Kernel, Launch
-from .linear import KERNELS as LINEAR
+from .linear.launch import KERNELS as LINEAR
 
 #: The oldest architecture with bf16 conversions and NaN-propagating maxima in hardware.
 OLDEST = (8, 0)
@@ -47,37 +47,37 @@ def arch(device: torch.device) -> str:
 
 
 def _bind_elementwise(problem: Problem, device: torch.device) -> Launch:
-    from .static import elementwise
+    from .elementwise.launch import elementwise
 
     return elementwise(problem, device)
 
 
 def _bind_dynamic(problem: Problem, device: torch.device) -> Launch:
-    from .dynamic import dynamic
+    from .dynamic.launch import dynamic
 
     return dynamic(problem, device)
 
 
 def _dynamic_workspace(problem: Problem, device: torch.device) -> int:
-    from .dynamic import workspace
+    from .dynamic.launch import workspace
 
     return workspace(problem, device)
 
 
 def _dynamic_spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    from .dynamic import spares
+    from .dynamic.launch import spares
 
     return spares(problem, device)
 
 
 def _bind_learned(problem: Problem, device: torch.device) -> Launch:
-    from .learned import learned
+    from .learned.launch import learned
 
     return learned(problem, device)
 
 
 def _learned_workspace(problem: Problem, device: torch.device) -> int:
-    from .learned import workspace
+    from .learned.launch import workspace
 
     return workspace(problem, device)
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ...checks import DLPACK_DTYPES
-from ...errors import Unsupported
+from ...core.errors import Unsupported
+from ...plans.checks import DLPACK_DTYPES
 from ..registry import Launch, Value
 from .numerics.conversions import INTERPRETED
 from .sources import Source, pick, split

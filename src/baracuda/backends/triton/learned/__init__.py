@@ -1,0 +1,1 @@
+"""The learned kernels: what runs on the device, how it is launched, and which configuration it gets."""

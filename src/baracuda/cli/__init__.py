@@ -1,0 +1,5 @@
+"""The `baracuda` command: it parses, calls and draws."""
+
+from .app import app
+
+__all__ = ["app"]

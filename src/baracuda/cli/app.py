@@ -1,0 +1,328 @@
+"""`baracuda` on the command line: parses, calls, draws."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from .. import __version__
+from ..backends.matrix import SCOPES, Cell, cells
+from ..backends.registry import BACKENDS, kernels
+from ..core.errors import BaracudaError
+from ..core.types import BackendKind
+from ..plans.plan import resolve_device
+from . import demo
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+console = Console()
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        console.print(f"baracuda {__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def baracuda(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Quantization kernels behind plans: the same bits on CPU, GPU and reference."""
+
+
+@app.command()
+def info(
+    device: Annotated[str | None, typer.Option(help="The device to ask for; torch's default unless given.")] = None,
+) -> None:
+    """Show the machine, the versions and which backend serves each operation."""
+    target = _device(device)
+    console.print(_machine(target))
+    table, reasons, empty = _matrix(list(cells(target)), target)
+    console.print(table)
+    for number, reason in enumerate(reasons, 1):
+        console.print(f"  [cyan]{number}[/] {reason}", highlight=False)
+    if empty:
+        console.print(f"[red]{empty} cells are served by no backend")
+        raise typer.Exit(1)
+
+
+@app.command(name="demo")
+def run_demo(
+    device: Annotated[str | None, typer.Option(help="Where to run; torch's default device unless given.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to work; a temporary folder unless given.")
+    ] = None,
+    scopes: Annotated[
+        bool, typer.Option(help="What each scope costs and saves on one tensor, instead of a model.")
+    ] = False,
+) -> None:
+    """A first minute: make a small model, quantize it in every scheme, check it and see what it cost."""
+    if scopes:
+        return demo.run_scopes(console, _device(device))
+    with _errors():
+        demo.run(console, _device(device), output)
+    return None
+
+
+@app.command()
+def quantize(
+    context: typer.Context,
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
+    out: Annotated[
+        Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
+    ],
+    scheme: Annotated[str, typer.Option(help="w8a8, w8a8-smoothquant or w4a16.")] = "w8a8",
+    activations: Annotated[
+        str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
+    ] = "dynamic",
+    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
+    evaluate: Annotated[
+        Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
+    ] = None,
+    alpha: Annotated[
+        str, typer.Option(help="Strength of w8a8-smoothquant from 0 to 1, or auto: searched per layer.")
+    ] = "0.5",
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
+    ] = None,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a16.")] = 128,
+    samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = False,
+) -> None:
+    """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
+    with _errors(), _interrupted(out):
+        from ..flow import quantize_checkpoint
+        from ..flow.run.convert import is_complete
+
+        ended = resume and is_complete(out)
+        with _bars() as progress:
+            content = quantize_checkpoint(
+                model_dir,
+                out,
+                scheme=scheme,
+                activations=activations,
+                calibration=calibration,
+                evaluation=evaluate,
+                alpha=_alpha(alpha) if _given(context, "alpha") else None,
+                ignore=ignore or (),
+                group_size=group_size if _given(context, "group_size") else None,
+                samples=samples,
+                sequence_length=sequence_length,
+                device=device,
+                resume=resume,
+                progress=progress,
+            )
+        if content and ended:
+            said = f"{escape(str(out))} was finished already, from this model with these options"
+            console.print(said, highlight=False, soft_wrap=True)
+        if content:
+            console.print(_summary(content, out))
+
+
+@app.command()
+def verify(
+    out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
+    against: Annotated[Path | None, typer.Option(help="The checkpoint it was made from.")] = None,
+) -> None:
+    """Check every tensor, scale and setting a server relies on; exits with 1 when something is wrong."""
+    from ..flow import verify as check
+    from ..flow.checkpoint.verify import smoothed
+
+    with _errors():
+        _require_checkpoints(out, against)
+        findings = check(out, against)
+    if findings:
+        # A name that was cut short could not be looked for: what does not fit goes on in the next line.
+        columns = (Column(name, overflow="fold") for name in ("finding", "where", "what"))
+        table = Table(*columns, title=f"{len(findings)} finding{'s' * (len(findings) > 1)}")
+        for finding in findings:
+            table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
+        console.print(table)
+        raise typer.Exit(1)
+    left = len(smoothed(out)) if against is not None else 0
+    note = f"; {left} tensors that smoothing changed were not compared with the original's" if left else ""
+    console.print(f"[green]{escape(str(out))}: nothing is wrong{note}[/]", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")]) -> None:
+    """Rebuild baracuda_report.html from baracuda_report.json."""
+    from ..flow import report as rebuild
+
+    with _errors():
+        console.print(escape(str(rebuild(out))), highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """What baracuda raises on purpose is told in a sentence; anything else is a bug and keeps its trace."""
+    try:
+        yield
+    except (BaracudaError, OSError) as error:  # a full disk and a forbidden folder are no bugs either
+        message = str(error).replace("device='cpu'", "--device cpu")  # said for Python
+        console.print(f"[red]{escape(message)}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def _interrupted(out: Path) -> Iterator[None]:
+    """Ctrl-C ends a run where it can go on, and it says how."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from ..flow.run.journal import FOLDER
+
+        told = "nothing was written"
+        if (out / FOLDER).exists():
+            told = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
+        if _first_rank():
+            console.print(f"[yellow]stopped: {told}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _require_checkpoints(out: Path, against: Path | None) -> None:
+    """Raise where there is nothing to verify or to compare with: that is no finding about a checkpoint."""
+    from ..flow import FlowError
+    from ..flow.checkpoint.directory import Checkpoint
+
+    if not out.is_dir():
+        what = "a file" if out.exists() else "not there"
+        raise FlowError(f"{out}: expected a directory with a quantized checkpoint; it is {what}")
+    if against is not None:
+        with Checkpoint.open(against):
+            pass
+
+
+def _given(context: typer.Context, option: str) -> bool:
+    """Whether the user said it: what a scheme does not use is refused only then."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _alpha(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+@contextmanager
+def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
+    """A bar for each stage, with the time left. Only the first rank draws."""
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[label]}", style="dim"),
+    )
+    drawn = Progress(*columns, console=console, disable=not _first_rank())
+    tasks: dict[str, TaskID] = {}
+
+    def progress(stage: str, done: int, total: int, label: str) -> None:
+        drawn.start()  # not before there is something to draw: an error then stands alone
+        if stage not in tasks:
+            tasks[stage] = drawn.add_task(stage, total=total, label="")
+        drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
+
+    try:
+        yield progress
+    finally:
+        if tasks:
+            drawn.stop()
+
+
+def _summary(content: dict[str, Any], out: Path) -> Table:
+    table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in demo.summary(content):
+        table.add_row(name, escape(value))
+    table.add_row("report", escape(str(out / "baracuda_report.html")))
+    table.add_row("next", escape(f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})"))
+    return table
+
+
+def _device(name: str | None) -> torch.device:
+    with _errors():
+        return resolve_device(name)
+
+
+def _machine(device: torch.device) -> Table:
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    versions = [f"{name} {_version(name)}" for name in ("torch", "triton", "numpy")]
+    table.add_row("baracuda", f"{__version__}, python {platform.python_version()}, {', '.join(versions)}")
+    table.add_row(
+        "machine",
+        f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    table.add_row("device", f"{device} ({name})")
+    return table
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _matrix(asked: list[Cell], device: torch.device) -> tuple[Table, list[str], int]:
+    """A row per op, or more where scopes differ; a column per backend: yes, or what it declines and why, by number."""
+    groups: dict[tuple[str, str], list[Cell]] = defaultdict(list)
+    for cell in asked:
+        groups[cell.problem.op.value, cell.scope_name].append(cell)
+    reasons: dict[str, int] = {}
+    rows: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for (op, scope), group in groups.items():
+        rows[op, *_elements(group), *(_answer(group, backend, reasons) for backend in BACKENDS)].append(scope)
+    plain = [Column(name, no_wrap=True) for name in ("operation", "scopes")]
+    elements = [Column("float", width=8), Column("integer", width=7)]
+    backends = [Column(_heading(backend, asked, device), no_wrap=True) for backend in BACKENDS]
+    title = "Who computes what, fastest first"
+    table = Table(*plain, *elements, *backends, title=title, box=SIMPLE_HEAD, pad_edge=False, padding=0)
+    for (op, *answers), scopes in rows.items():
+        table.add_row(op, "every" if len(scopes) == len(SCOPES) else " ".join(scopes), *answers)
+    return table, list(reasons), sum(not cell.served for cell in asked)
+
+
+def _heading(backend: BackendKind, asked: list[Cell], device: torch.device) -> str:
+    serves = any(cell.answers[backend] is None for cell in asked)
+    return f"{backend.value}\n[dim]{kernels(backend)[0].arch(device) if serves else '-'}[/]"
+
+
+def _answer(group: list[Cell], backend: BackendKind, reasons: dict[str, int]) -> str:
+    declined = [cell for cell in group if cell.answers[backend] is not None]
+    if not declined:
+        return "[green]yes[/]"
+    why = sorted({str(cell.answers[backend]) for cell in declined})
+    notes = " ".join(f"[cyan]{reasons.setdefault(reason, len(reasons) + 1)}[/]" for reason in why)
+    return f"no {notes}" if len(declined) == len(group) else f"not {' / '.join(_elements(declined))} {notes}"
+
+
+def _elements(group: list[Cell]) -> tuple[str, str]:
+    floats = dict.fromkeys(cell.problem.element.value for cell in group)
+    integers = dict.fromkeys(cell.problem.quantized.value for cell in group)
+    return " ".join(floats), " ".join(integers)

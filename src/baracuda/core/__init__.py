@@ -1,0 +1,1 @@
+"""The vocabulary: element kinds, scopes, problems and their op table, packed storage. It imports nothing above it."""

@@ -1,0 +1,1 @@
+"""Checkpoint files: tensors, names, rules, and what is wrong with them."""

@@ -1,0 +1,157 @@
+"""A model directory: its config, its shards, and which shard holds which tensor. Paths never leave the directory."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .scheme import FLOATS
+from .tensorfile import Entry, TensorFile, parse_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+#: A configuration or an index of more than this is an attack or an accident.
+MAX_JSON_BYTES = 200_000_000
+#: Weights in formats other than safetensors. Some of them run code when loaded: none is ever opened.
+FOREIGN_WEIGHTS = (
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".pkl",
+    ".pickle",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".onnx_data",
+    ".gguf",
+    ".npz",
+    ".ot",
+)
+
+
+@dataclass
+class Checkpoint:
+    """The shards of a directory, opened; `shards` maps a file name to its file, `where` a tensor to its file name."""
+
+    directory: Path
+    config: dict[str, Any]
+    shards: dict[str, TensorFile]
+    where: dict[str, str]
+    index: dict[str, Any] | None
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @classmethod
+    def open(cls, directory: Path) -> Checkpoint:
+        if not directory.is_dir():
+            raise CheckpointError(
+                "unreadable",
+                f"{directory}: expected a Hugging Face model directory; "
+                f"it is {'a file' if directory.exists() else 'not there'}",
+            )
+        config = read_json(directory / "config.json")
+        index = read_json(directory / INDEX) if (directory / INDEX).exists() else None
+        names = [SINGLE] if index is None else shard_names(index)
+        require_one_model(directory, names)
+        if index is None and not (directory / SINGLE).exists():
+            names = _loose_shards(directory)
+        with ExitStack() as stack:
+            shards = {name: stack.enter_context(TensorFile(inside(directory, name))) for name in names}
+            where: dict[str, str] = {}
+            for name, file in shards.items():
+                for tensor in file.entries:
+                    if tensor in where:
+                        raise CheckpointError("duplicate-tensor", f"{tensor} is in {where[tensor]} and in {name}")
+                    where[tensor] = name
+            if index is not None:
+                _check_index(index["weight_map"], where)
+            return cls(directory, config, shards, where, index, stack.pop_all())
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def entry(self, tensor: str) -> Entry:
+        return self.shards[self.where[tensor]].entries[tensor]
+
+    @property
+    def dtype(self) -> str | None:
+        """What transformers takes for the type of a model whose config names none: the first float there is."""
+        entries = (entry for shard in sorted(self.shards) for _, entry in sorted(self.shards[shard].entries.items()))
+        found = next((entry.dtype for entry in entries if entry.dtype in FLOATS), None)
+        return None if found is None else str(found).removeprefix("torch.")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for shard in self.shards.values() for entry in shard.entries.values())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.exists() and not path.is_file():
+            raise CheckpointError("unreadable", f"{path.name}: not a regular file")
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError("bad-json", f"{path.name}: {path.stat().st_size} bytes, more than any real one")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointError(
+            "missing-file", f"{path}: expected this file of a Hugging Face model directory; it is not there"
+        ) from None
+    except OSError as error:
+        raise CheckpointError("unreadable", f"{path.name}: cannot be read: {error.strerror}") from None
+    return parse_json(data, path.name)
+
+
+def shard_names(index: dict[str, Any]) -> list[str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError("bad-index", f"{INDEX}: its weight_map is not a table of file names")
+    return sorted(set(weight_map.values()))
+
+
+def require_one_model(directory: Path, names: list[str]) -> None:
+    """Raise where there is a file that transformers reads instead of the shards `names`."""
+    if SINGLE not in names and (directory / SINGLE).exists():
+        raise CheckpointError(
+            "bad-index",
+            f"{directory}: expected {SINGLE} or {INDEX}, got both: transformers reads the one, servers the files of "
+            "the other; move one of them away",
+        )
+
+
+def inside(directory: Path, name: str) -> Path:
+    """The path of a shard, refused when the name is anything but a plain safetensors file name of this directory."""
+    if name != os.path.basename(name) or "\\" in name or "\0" in name or name.startswith("."):
+        raise CheckpointError("path-escape", f"the index names {name[:200]!r}: expected a plain file name")
+    if not name.endswith(".safetensors"):
+        raise CheckpointError("not-safetensors", f"the index names {name[:200]!r}: expected a .safetensors file")
+    path = directory / name
+    if not path.exists():
+        raise CheckpointError("missing-file", f"{name}: named by the index, not there")
+    if not path.is_file():
+        raise CheckpointError("unreadable", f"{name}: not a regular file")
+    return path
+
+
+def _loose_shards(directory: Path) -> list[str]:
+    names = sorted(path.name for path in directory.glob("*.safetensors"))
+    if not names:
+        foreign = sorted(path.name for path in directory.iterdir() if path.suffix in FOREIGN_WEIGHTS)
+        hint = f"; {foreign[0]} and its like are never loaded: save the model as safetensors first" if foreign else ""
+        raise CheckpointError("missing-file", f"{directory}: no safetensors files{hint}")
+    return names
+
+
+def _check_index(weight_map: dict[str, str], where: dict[str, str]) -> None:
+    for tensor, shard in weight_map.items():
+        if where.get(tensor) != shard:
+            raise CheckpointError("missing-tensor", f"the index places {tensor[:200]} in {shard}, which lacks it")
+    for tensor, shard in where.items():
+        if tensor not in weight_map:
+            raise CheckpointError("extra-tensor", f"{shard} holds {tensor[:200]}, which the index does not name")

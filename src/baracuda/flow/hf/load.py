@@ -1,0 +1,85 @@
+"""baracuda.load: a quantized checkpoint as the transformers model it came from, its Linears computing in integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...plans.plan import resolve_device
+from ..checkpoint.directory import read_json
+from ..checkpoint.scheme import STORED, parse_config
+from ..checkpoint.verify import require_stored
+from ..errors import FlowError, some
+from .structure import model_class, model_config, quiet
+
+
+def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
+    """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
+
+    transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
+    `dtype` is the type of what is not quantized; the checkpoint's own unless given.
+    """
+    directory, device = Path(out), resolve_device(device)
+    quantization = read_json(directory / "config.json").get("quantization_config")
+    if quantization is None:
+        raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
+    try:
+        scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
+    except FlowError as error:
+        raise FlowError(
+            f"{directory}: {error}; baracuda.load reads what `baracuda quantize` writes; load other checkpoints with "
+            "transformers"
+        ) from None
+    require_transformers("baracuda.load builds transformers models")
+    require_stored(directory, scheme)
+    from .quantizer import METHOD  # needs transformers, and tells it about our modules
+
+    config = model_config(directory)
+    config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
+    return read_model(directory, config, dtype or "auto").to(device).eval()
+
+
+def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Module:
+    """The model as transformers reads it, from safetensors only; transformers makes up what is not there, this raises.
+
+    Floats that nothing reads are no reason: many a checkpoint has a head of its training left.
+    """
+    import transformers
+
+    cls = model_class(config) or transformers.AutoModel
+    with quiet():
+        model: nn.Module
+        model, found = cls.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    missing, unread = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
+    shapes = {name: (stored, there) for name, stored, there in found["mismatched_keys"]}
+    # Where there is a quantizer, transformers leaves shapes to it.
+    expected = getattr(getattr(model, "hf_quantizer", None), "shapes", {})
+    shapes |= {n: (t.shape, expected[n]) for n, t in model.state_dict().items() if t.shape != expected.get(n, t.shape)}
+    mismatched = [f"{name} ({list(stored)}, not {list(there)})" for name, (stored, there) in sorted(shapes.items())]
+    quantized = any(name.rpartition(".")[2] in set(STORED) - {"weight"} for name in unread)
+    if missing or mismatched or quantized:
+        told = {"no file holds": missing, "have another shape": mismatched, "nothing reads": unread}
+        raise FlowError(
+            f"{directory}: the files do not fill transformers' {type(model).__name__}: "
+            + "; ".join(f"{what} {some(names)}" for what, names in told.items() if names)
+            + "; make or download the checkpoint again"
+        )
+    return model
+
+
+def require_transformers(why: str) -> None:
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise FlowError(f"{why}: pip install 'baracuda[flow]'") from None

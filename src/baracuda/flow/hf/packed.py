@@ -1,0 +1,66 @@
+"""The Linear of w4a16 checkpoints: 4-bit weights in groups, made float for each call by baracuda's dequantize."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...core.scope import PerGroup
+from ...functional import dequantize
+
+
+class PackedLinear(nn.Module):
+    """y = x @ dequantize(W).T + bias; its state is what the checkpoint stores."""
+
+    weight_packed: Tensor
+    weight_scale: Tensor
+    weight_shape: Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        group_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
+        packed = torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device)
+        scale = torch.ones(out_features, in_features // group_size, dtype=dtype, device=device)
+        self.register_buffer("weight_packed", packed)
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer(
+            "weight_shape", torch.tensor([out_features, in_features], dtype=torch.int64, device=device)
+        )
+        zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
+        self.register_parameter("bias", zeros)
+
+    def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        # Stored offset by 8; flipping the top bit of each nibble gives two's complement.
+        nibbles = self.weight_packed.view(torch.uint8) ^ 0x88
+        scale = self.weight_scale if self.weight_scale.dtype is dtype else self.weight_scale.float()
+        return dequantize(nibbles, scale, scope=PerGroup(self.group_size), element="s4", dtype=dtype)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as a float, in the scales' type, made for each asking: model code looks at its type or shape.
+
+        It is marked as transformers marks what it has loaded, so that no initialization writes to it.
+        """
+        dtype = self.weight_scale.dtype
+        if self.weight_scale.is_meta:
+            weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+        else:
+            weight = self.dequantized_weight(dtype)
+        weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        return weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.to(x.dtype) if isinstance(self.bias, Tensor) else None
+        return nn.functional.linear(x, self.dequantized_weight(x.dtype), bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"

@@ -1,0 +1,1 @@
+"""One run of `baracuda quantize`: its steps, its journal, its report."""

@@ -1,0 +1,123 @@
+"""The report: what was quantized, what it cost, what was left and why. JSON for machines, a page for people."""
+
+from __future__ import annotations
+
+import math
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ... import __version__
+from ..checkpoint.directory import read_json
+from ..errors import FlowError, told
+from .journal import Journal, sync_directory
+
+if TYPE_CHECKING:
+    from .convert import Run
+
+JSON = "baracuda_report.json"
+HTML = "baracuda_report.html"
+FILES = (JSON, HTML)
+
+
+def collect(run: Run, statistics: dict[str, Any], notes: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Everything but `run`, the last section, is the same for the same input, on any machine and after any resume."""
+    source, out = run.source, run.out
+    after = sum((out / shard).stat().st_size for shard in source.shards)
+    before = sum(file.path.stat().st_size for file in source.shards.values())
+    outliers = notes.get("outliers", {})
+    layers = []
+    for name, entry in sorted(statistics.items(), key=lambda item: natural(item[0])):
+        layers.append(
+            {
+                "name": name,
+                "shape": entry["shape"],
+                "sqnr_db": sqnr_db(entry["signal"], entry["noise"]),
+                "max_error": entry["max_error"],
+                "measured_rows": entry["measured_rows"],
+                "bytes_before": entry["bytes_before"],
+                "bytes_after": entry["bytes_after"],
+                **outliers.get(name, {}),
+            }
+        )
+    return {
+        "baracuda": __version__,
+        "model": {
+            "name": source.directory.resolve().name,
+            "architectures": source.config.get("architectures"),
+            "model_type": source.config.get("model_type"),
+        },
+        "scheme": run.scheme.config([])["config_groups"]["group_0"] | {"name": run.options.scheme},
+        "linears_found_by": run.structure.source,
+        "layers": layers,
+        "left": [{"name": n, "reason": r} for n, r in sorted(run.structure.left.items(), key=lambda i: natural(i[0]))],
+        "notes": run.structure.notes(),
+        "smoothing": {key: value for key, value in notes.items() if key != "outliers"} or None,
+        "size": {"before": before, "after": after, "ratio": after / before},
+        "evaluation": None,
+        "run": {
+            "seconds": seconds,
+            "megabytes_per_second": before / seconds / 1e6,
+            "device": str(run.device),
+            "ranks": run.team.size,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "made_from": run.record(),
+        },
+    }
+
+
+def made_from(content: dict[str, Any]) -> dict[str, Any] | None:
+    """What a report says its run was; None where a version that did not say wrote it."""
+    run = content.get("run")
+    made = run.get("made_from") if isinstance(run, dict) else None
+    return made if isinstance(made, dict) else None
+
+
+def sqnr_db(signal: float, noise: float) -> float | None:
+    """Signal over quantization noise in decibels; None where there is no noise, or no signal."""
+    return 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else None
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Sort key that puts layer 2 before layer 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+
+
+def finite(content: Any) -> Any:
+    """The same with None for every number that JSON has no word for: a perplexity can be infinite."""
+    if isinstance(content, dict):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
+    from .page import page  # drawn only where a report is
+
+    content = finite(content)
+    journal.write_bytes(out / HTML, page(content).encode())
+    journal.write_json(out / JSON, content)
+
+
+def rebuild(out: str | Path) -> Path:
+    """Draw the page again from the report's JSON."""
+    from .page import page
+
+    out = Path(out)
+    if not (out / JSON).exists():
+        raise FlowError(f"{out}: no {JSON} there; `baracuda quantize` writes one")
+    content = read_json(out / JSON)
+    try:
+        text = page(content)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise FlowError(f"{out / JSON}: not a report of this version ({type(error).__name__}: {error})") from None
+    temporary = out / f".{HTML}.tmp"
+    with told(out, "run it again"):
+        temporary.write_text(text)
+        temporary.replace(out / HTML)
+        sync_directory(out)
+    return out / HTML

@@ -1,0 +1,210 @@
+"""One shard, block by block: workers read and quantize, the caller writes, so that disk and cores both work."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.scheme import Scheme
+from ..checkpoint.tensorfile import Entry, TensorFile, TensorFileWriter
+from ..errors import FlowError
+from .preparation import Preparation
+
+#: Small enough for a core's cache; a handful is all the memory a run needs, however large its tensors.
+BLOCK_BYTES = 8 << 20
+#: Rows whose error is measured in a block; all of a small weight, every n-th of a large one.
+MEASURED_ROWS = 16
+#: More workers than this only wait for the thread that writes, and each holds a few blocks.
+MOST_WORKERS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Bytes `start` to `end` of a tensor: whole rows of a weight that is quantized, anything of one that is copied."""
+
+    entry: Entry
+    start: int
+    end: int
+
+
+@dataclass
+class Measure:
+    """The error of a quantized weight, summed over the rows that were measured."""
+
+    signal: float = 0.0
+    noise: float = 0.0
+    max_error: float = 0.0
+    rows: int = 0
+
+    @classmethod
+    def of(cls, weight: Tensor, stored: Tensor) -> Measure:
+        error = weight.float() - stored
+        signal, noise = (float(x.double().square().sum()) for x in (weight, error))
+        return cls(signal, noise, float(error.abs().max()), weight.shape[0])
+
+    def add(self, other: Measure) -> None:
+        self.signal += other.signal
+        self.noise += other.noise
+        self.max_error = max(self.max_error, other.max_error)
+        self.rows += other.rows
+
+
+@dataclass
+class Converted:
+    """What to write where, as (tensor, byte offset in it, data), and the error of what was quantized."""
+
+    outputs: list[tuple[str, int, Tensor]]
+    measured: Measure | None = None
+    #: The memory that `outputs` are views of, to be given back once they are written.
+    buffer: Tensor | None = None
+
+
+class Buffers:
+    """Memory to read blocks into; the last one given back is taken first, since it is still in the cache."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"  # copied to a GPU several times faster
+        self._free: list[Tensor] = []
+
+    def take(self) -> Tensor:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=self._pinned)
+
+    def give_back(self, buffer: Tensor) -> None:
+        self._free.append(buffer)
+
+
+@dataclass
+class ShardJob:
+    """What becomes of one shard: `linears` maps the tensors to quantize to module names, the rest is copied."""
+
+    source: TensorFile
+    writer: TensorFileWriter
+    scheme: Scheme
+    linears: dict[str, str]
+    preparation: Preparation
+    device: torch.device
+    progress: Callable[[str, int], None] = field(default=lambda tensor, count: None)
+    _buffers: Buffers = field(init=False)
+    #: A GPU is one queue, and its kernels are compiled once: workers take turns there.
+    _turn: AbstractContextManager[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._buffers = Buffers(self.device)
+        self._turn = threading.Lock() if self.device.type == "cuda" else nullcontext()
+
+    def run(self, tensors: list[str]) -> dict[str, Any]:
+        """Convert these tensors; returns the statistics of each quantized module."""
+        measures = {name: Measure() for name in tensors if name in self.linears}
+        blocks = [block for name in tensors for block in self._blocks(self.source.entries[name])]
+        threads = torch.get_num_threads()
+        count = min(threads, MOST_WORKERS)
+        try:
+            with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as workers:
+                for block, converted in self._in_order(workers, blocks, 2 * count):
+                    self._write(converted)
+                    if converted.measured is not None:
+                        measures[block.entry.name].add(converted.measured)
+                    self.progress(block.entry.name, block.end - block.start)
+        finally:
+            torch.set_num_threads(threads)
+        return {self.linears[name]: self._statistics(name, measure) for name, measure in measures.items()}
+
+    def _in_order(
+        self, workers: ThreadPoolExecutor, blocks: list[Block], limit: int
+    ) -> Iterator[tuple[Block, Converted]]:
+        """Results in the order of blocks, so that sums do not depend on timing; a few blocks are in memory at most."""
+        flying: list[tuple[Block, Future[Converted]]] = []
+        try:
+            for block in blocks:
+                flying.append((block, workers.submit(self._work, block)))
+                if len(flying) == limit:
+                    done, future = flying.pop(0)
+                    yield done, future.result()
+            for done, future in flying:
+                yield done, future.result()
+        except BaseException:
+            for _, future in flying:
+                future.cancel()
+            raise
+
+    def _write(self, converted: Converted) -> None:
+        """By one thread: file systems let one write to a file at a time, and the others would spin for their turn."""
+        for name, offset, data in converted.outputs:
+            self.writer.write(name, offset, data)
+        if converted.buffer is not None:
+            self._buffers.give_back(converted.buffer)
+
+    def _work(self, block: Block) -> Converted:
+        """A block from the disk through one thread, while it is in the cache of one core."""
+        name = block.entry.name
+        if name in self.preparation.replaced:
+            whole = self.preparation.replaced[name].to(block.entry.dtype).view(-1).view(torch.uint8)
+            return Converted([(name, block.start, whole[block.start : block.end])])
+        buffer = self._buffers.take()
+        raw = self.source.read_bytes(name, block.start, block.end - block.start, buffer)
+        if not self._changes(name):
+            return Converted([(name, block.start, raw)], buffer=buffer)
+        with self._turn:
+            converted = self._convert(block, raw)
+        self._buffers.give_back(buffer)
+        return converted
+
+    def _changes(self, name: str) -> bool:
+        return name in self.linears or self.preparation.touches(name)
+
+    def _blocks(self, entry: Entry) -> Iterator[Block]:
+        whole = max(1, BLOCK_BYTES // max(1, entry.row_bytes)) * entry.row_bytes
+        step = whole if self._changes(entry.name) else BLOCK_BYTES
+        for start in range(0, max(entry.nbytes, 1), max(step, 1)):
+            yield Block(entry, start, min(start + step, entry.nbytes))
+
+    def _convert(self, block: Block, raw: Tensor) -> Converted:
+        entry, name = block.entry, block.entry.name
+        first = block.start // entry.row_bytes
+        rows = raw.view(entry.dtype).view(-1, *entry.shape[1:]).to(self.device)
+        smoothed = self.preparation.apply(name, first, rows)
+        if name not in self.linears:
+            return Converted([(name, block.start, smoothed.to(entry.dtype).cpu())])
+        module = self.linears[name]
+        stored = {part: value.cpu() for part, value in self.scheme.quantize(smoothed, entry.dtype).items()}
+        if not math.isfinite(stored["weight_scale"].amax()):  # a NaN is the largest of all
+            raise FlowError(f"{name}: holds NaN or infinite values; repair the checkpoint, or --ignore {module}")
+        outputs = [(f"{module}.{part}", first * value[:1].nbytes, value) for part, value in stored.items()]
+        if first == 0:
+            outputs += [(key, 0, value) for key, value in self._constants(module, entry).items()]
+        return Converted(outputs, self._measure(smoothed, stored))
+
+    def _measure(self, weight: Tensor, stored: dict[str, Tensor]) -> Measure:
+        step = max(1, weight.shape[0] // MEASURED_ROWS) if weight.numel() > 1 << 20 else 1
+        rows = {part: value[::step].contiguous() for part, value in stored.items()}
+        return Measure.of(weight[::step].cpu(), self.scheme.dequantize(rows))
+
+    def _constants(self, module: str, entry: Entry) -> dict[str, Tensor]:
+        if self.scheme.packed:
+            return {f"{module}.weight_shape": torch.tensor(entry.shape, dtype=torch.int64)}
+        if self.scheme.activations == "static":
+            return {f"{module}.input_scale": self.preparation.input_scales[module]}
+        return {}
+
+    def _statistics(self, name: str, measure: Measure) -> dict[str, Any]:
+        entry = self.source.entries[name]
+        return {
+            "shape": list(entry.shape),
+            "bytes_before": entry.nbytes,
+            "bytes_after": sum(e.nbytes for e in self.scheme.entries(self.linears[name], entry)),
+            "signal": measure.signal,
+            "noise": measure.noise,
+            "max_error": measure.max_error,
+            "measured_rows": measure.rows,
+        }

@@ -1,0 +1,5 @@
+"""Whole models: replace their linears in place, train them for quantization, convert them."""
+
+from .replace import LinearScheme, Report, convert, prepare_qat, quantize_model
+
+__all__ = ["LinearScheme", "Report", "convert", "prepare_qat", "quantize_model"]

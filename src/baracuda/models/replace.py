@@ -1,0 +1,291 @@
+"""Whole models: replace their linears in place, and say what was replaced, what was not, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.errors import BaracudaError, InvalidProblem, Unsupported
+from ..core.patterns import flaw, matches
+from ..core.types import DynamicRangeMode, ElementKind, member
+from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
+from ..nn.linear import require_linear
+from ..plans.descriptors import Element
+
+#: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
+#: expression that matches from the start.
+Pattern = str | type[nn.Module]
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How a linear is quantized; weights are symmetric and per output channel throughout.
+
+    A symmetric range over u8 activations begins at 0, so that every negative one becomes 0. That fits what comes out of
+    a ReLU; for anything else take s8, or the asymmetric mode.
+    """
+
+    weight: Element = ElementKind.S8
+    """s8 or s4."""
+    activation: Element = ElementKind.S8
+    """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    """Whether activations have a zero point."""
+    static: bool = False
+    """One calibrated scale for all activations, instead of one for each token from its own range."""
+    q_min: int | None = None
+    """The lower end of a narrower range for the activations."""
+    q_max: int | None = None
+    """Its upper end: 7, after a `q_min` of -7, makes 4 bits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", ElementKind.of(self.weight, "weight"))
+        object.__setattr__(self, "activation", ElementKind.of(self.activation, "activation"))
+        object.__setattr__(self, "mode", member(DynamicRangeMode, self.mode, "mode"))
+
+    @property
+    def _activations(self) -> dict[str, Any]:
+        return {"activation": self.activation, "mode": self.mode, "q_min": self.q_min, "q_max": self.q_max}
+
+
+#: "smoothquant" here is the linear with static activations. Smoothing rewrites the layers before it too, which takes
+#: a checkpoint and its architecture: that is `baracuda quantize`.
+SCHEMES: dict[str, LinearScheme] = {
+    "w8a8": LinearScheme(),
+    "w8a8-asymmetric": LinearScheme(mode=DynamicRangeMode.ASYMMETRIC),
+    "w8a8-smoothquant": LinearScheme(static=True),
+    "w4a8": LinearScheme(weight=ElementKind.S4),
+    "w4a4": LinearScheme(weight=ElementKind.S4, q_min=-7, q_max=7),
+}
+
+
+@dataclass
+class Report:
+    """What happened to a model's modules, by qualified name."""
+
+    replaced: dict[str, str] = field(default_factory=dict)
+    """What became of each module."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Why a module was left as it is."""
+    unmatched: list[str] = field(default_factory=list)
+    """Patterns, and names of scales, no module answered to: most often a typing error."""
+
+    def __str__(self) -> str:
+        width = max(map(len, (*self.replaced, *self.skipped)), default=0)
+        lines = [f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"]
+        lines += [f"  {name:{width}}  {what}" for name, what in self.replaced.items()]
+        lines += [f"- {name:{width}}  {why}" for name, why in self.skipped.items()]
+        return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
+
+
+def quantize_model(
+    model: nn.Module,
+    scheme: str | LinearScheme = "w8a8",
+    *,
+    targets: Iterable[Pattern] = (nn.Linear,),
+    ignore: Iterable[Pattern] = (),
+    input_scales: Mapping[str, Tensor | float] | None = None,
+) -> Report:
+    """Replace float linears by integer ones, in place.
+
+    The scheme is `w8a8`, `w8a8-asymmetric`, `w8a8-smoothquant`, `w4a8`, `w4a4` or a `LinearScheme`. Here
+    `w8a8-smoothquant` means static activations and smooths nothing; `baracuda quantize` smooths a checkpoint.
+
+    A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name.
+    """
+    chosen, scales = _scheme(scheme), input_scales or {}
+    options = {"weight_element": chosen.weight, **chosen._activations}
+    (SmoothQuantLinear if chosen.static else QuantizedLinear)(1, 1, device="meta", **options)  # raises what is wrong
+    if chosen.static and chosen.mode is DynamicRangeMode.ASYMMETRIC:
+        raise Unsupported(
+            "a static asymmetric scheme needs zero points, which input_scales does not carry; "
+            "use prepare_qat, or mode='symmetric'"
+        )
+    if chosen.static and not scales:
+        raise InvalidProblem("input_scales: expected a calibrated scale for each linear of a static scheme, got none")
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        linear = _require_replaceable(module)
+        _require_finite(linear.weight)
+        if not chosen.static:
+            return QuantizedLinear.from_float(linear, **options)
+        if name not in scales:
+            raise InvalidProblem("no calibrated scale: give one in input_scales")
+        return SmoothQuantLinear.from_float(linear, scales[name], **options)
+
+    report = _replace(model, targets, ignore, replace)
+    report.unmatched += [name for name in scales if name not in report.replaced and name not in report.skipped]
+    return report
+
+
+def prepare_qat(
+    model: nn.Module,
+    scheme: str | LinearScheme = "w8a8",
+    *,
+    targets: Iterable[Pattern] = (nn.Linear,),
+    ignore: Iterable[Pattern] = (),
+    **options: Any,
+) -> Report:
+    """Replace float linears by QATLinears over the same parameters, in place; further options are QATLinear's.
+
+    The schemes are those of `quantize_model`; a static one needs no scales, since training finds them.
+    """
+    chosen = _scheme(scheme)
+    options = {
+        "weight_element": chosen.weight,
+        "activation_strategy": "static" if chosen.static else "dynamic",
+        **chosen._activations,
+        **options,
+    }
+    QATLinear(1, 1, device="meta", **options)  # raises what is wrong with them
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        return QATLinear.from_float(_require_replaceable(module), **options)
+
+    return _replace(model, targets, ignore, replace)
+
+
+def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), ignore: Iterable[Pattern] = ()) -> Report:
+    """Replace the QATLinears of a trained model by the integer linears they trained for, in place.
+
+    One whose observed or learned scale has no value yet is left, and the report says so.
+    """
+
+    def replace(name: str, module: nn.Module) -> nn.Module:
+        if not isinstance(module, QATLinear):
+            raise Unsupported(f"is a {type(module).__name__}, not a QATLinear: call prepare_qat first")
+        _require_no_hooks(module)
+        _require_finite(module.weight)
+        return module.convert()
+
+    return _replace(model, targets, ignore, replace)
+
+
+# -- choosing and replacing --------------------------------------------------------------------------------------
+
+
+def _replace(
+    model: nn.Module,
+    targets: Iterable[Pattern],
+    ignore: Iterable[Pattern],
+    replace: Callable[[str, nn.Module], nn.Module],
+) -> Report:
+    wanted, unwanted = _Patterns(targets), _Patterns(ignore)
+    report, made = Report(), {}
+    for name, parent, child, module in list(_places(model)):
+        if not wanted.match(name, module):
+            continue
+        if pattern := unwanted.match(name, module):
+            report.skipped[name] = f"ignored by {pattern!r}"
+            continue
+        try:
+            if parent is None:
+                raise Unsupported("is the model itself, which cannot be replaced in place: use from_float")
+            if module not in made:
+                made[module] = replace(name, module)
+        except BaracudaError as error:
+            report.skipped[name] = str(error).split("\n", maxsplit=1)[0]
+        else:
+            setattr(parent, child, made[module])
+            report.replaced[name] = f"{type(module).__name__} -> {made[module]}".replace("\n", " ")[:160]
+            if isinstance(made[module], QATLinear):
+                report.replaced[name] = f"{type(module).__name__} -> QATLinear"
+    if made:
+        _leave_fast_paths(model)
+    report.unmatched = [*wanted.unmatched(), *unwanted.unmatched()]
+    return report
+
+
+def _leave_fast_paths(model: nn.Module) -> None:
+    """In inference torch's encoder layers multiply by their linears' weights without calling them. Not these."""
+    layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
+    replaced = [m for m in layers if not type(m.linear1) is type(m.linear2) is nn.Linear]
+    for layer in replaced:
+        layer.activation_relu_or_gelu = 0  # what a layer with another activation has: its linears are called
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and any(layer in replaced for layer in encoder.layers):
+            encoder.use_nested_tensor = False  # which only the fast path takes
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
+    """Every place a module is held at: name, parent, attribute, module. A shared module has several."""
+    parents = dict(model.named_modules(remove_duplicate=False))
+    for name, module in parents.items():
+        head, _, child = name.rpartition(".")
+        yield (name or type(model).__name__), (parents[head] if name else None), child, module
+
+
+class _Patterns:
+    """Patterns, and which of them have matched something."""
+
+    def __init__(self, patterns: Iterable[Pattern] | Pattern) -> None:
+        listed: Iterable[Pattern] = (patterns,) if isinstance(patterns, str | type) else patterns
+        self.found: dict[Pattern, bool] = dict.fromkeys(listed, False)
+        for pattern in self.found:
+            if isinstance(pattern, str) and (error := flaw(pattern)) is not None:
+                raise InvalidProblem(
+                    f"{pattern!r}: expected a regular expression behind re:, got one with an error: {error}; "
+                    "correct it, or drop re: for a shell pattern"
+                )
+
+    def match(self, name: str, module: nn.Module) -> str | None:
+        for pattern in self.found:
+            if _matches(pattern, name, module):
+                self.found[pattern] = True
+                return pattern if isinstance(pattern, str) else pattern.__name__
+        return None
+
+    def unmatched(self) -> list[str]:
+        return [p if isinstance(p, str) else p.__name__ for p, found in self.found.items() if not found]
+
+
+def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(module, pattern)
+    return matches(pattern, name) or type(module).__name__ == pattern
+
+
+def _scheme(scheme: str | LinearScheme) -> LinearScheme:
+    if isinstance(scheme, LinearScheme):
+        return scheme
+    if scheme not in SCHEMES:
+        raise InvalidProblem(
+            f"scheme: expected a LinearScheme or one of {', '.join(SCHEMES)}, got {scheme!r}; "
+            "those of checkpoints, w4a16 among them, are for `baracuda quantize`"
+        )
+    return SCHEMES[scheme]
+
+
+def _require_replaceable(module: nn.Module) -> nn.Linear:
+    require_linear(module)
+    if type(module) is not nn.Linear:
+        raise Unsupported(f"is a {type(module).__name__}, which may do more than an nn.Linear")
+    _require_no_hooks(module)
+    return module
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def _require_no_hooks(module: nn.Module) -> None:
+    """Pruning and torch's older weight norm are hooks too, without which the weight is that of the last forward."""
+    if any(getattr(module, name) for name in _HOOKS):
+        raise Unsupported("has hooks, which would be lost: remove them, as prune.remove does, or add them afterwards")
+
+
+def _require_finite(weight: Tensor) -> None:
+    if not weight.is_meta and not bool(torch.isfinite(weight).all()):
+        raise InvalidProblem("weight has NaN or infinite values; repair it, or pass the module in ignore")

@@ -1,0 +1,288 @@
+"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written.
+
+The compiled module answers first, with yes or perhaps; where it does not say yes, the rules here decide and say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+
+import torch
+from torch import Tensor
+
+from ..backends.registry import Strides, Value
+from ..core.errors import InvalidProblem
+from ..core.problem import OPS, Numbers, Problem, needed
+from ..core.scope import Shape
+
+try:
+    from .. import _host
+except ImportError as error:
+    MISSING: str | None = f"the compiled module baracuda._host is missing ({error}): pip install ."
+else:
+    MISSING = None
+
+#: dtypes as DLPack writes them: a code and a number of bits.
+DLPACK_DTYPES = {
+    torch.float16: (2, 16),
+    torch.bfloat16: (4, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.uint8: (1, 8),
+    torch.int32: (0, 32),
+}
+_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """One operand of one problem, its rules worked out."""
+
+    name: str
+    dtypes: tuple[torch.dtype, ...]
+    shape: Shape
+    output: bool
+    optional: bool
+    number: Numbers | None
+
+    def native(self) -> _host.Rule:
+        """The same as the compiled module takes it."""
+        kind, low, high = (
+            (self.number.kind.__name__[0], self.number.low, self.number.high) if self.number else ("", 0, 0)
+        )
+        return [DLPACK_DTYPES[dtype] for dtype in self.dtypes], self.shape, self.output, self.optional, kind, low, high
+
+
+#: Operands with an element for each segment.
+_OF_SEGMENTS = ("scale", "zero_point", "scale_out", "zero_point_out")
+#: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
+_NO_MEMORY = (float, int, type(None))
+
+
+class Checker:
+    """Raises InvalidProblem for the first operand that does not fit the problem."""
+
+    def __init__(self, problem: Problem, device: torch.device, strides: Strides) -> None:
+        row = OPS[problem.op]
+        self.problem, self.device, self.strides = problem, device, strides
+        self.elementwise = row.elementwise
+        self.expected = tuple(
+            _Expected(
+                operand.name,
+                tuple(kind.dtype for kind in operand.elements(problem)),
+                operand.shape(problem),
+                operand.output,
+                not needed(problem, operand),
+                operand.number(problem) if operand.number is not None else None,
+            )
+            for operand in row.operands
+        )
+        #: What the loop of every run asks for first, laid out for it.
+        self.rules = tuple(
+            (e, e.dtypes, e.shape, *((e.number.kind, e.number.low, e.number.high) if e.number else (None, 0, 0)))
+            for e in self.expected
+        )
+        self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
+        #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
+        self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
+        self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
+        if MISSING is None and device.type in _DLPACK_DEVICES:
+            rules = [expected.native() for expected in self.expected]
+            native = _host.Checker(rules, _DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
+            self.fits, self.holds = native.fits, native.holds
+
+    def __call__(self, operands: tuple[Value, ...]) -> None:
+        contiguous = self.fit(operands)
+        if not contiguous:
+            for value, expected in zip(operands, self.expected, strict=True):
+                if isinstance(value, Tensor) and not value.is_contiguous():
+                    self._check_strides(value, expected)
+        for i in self.outputs:
+            out = operands[i]
+            if isinstance(out, Tensor):
+                self._check_overlap(operands, i, out, contiguous)
+
+    def fit(self, operands: tuple[Value, ...]) -> bool:
+        """Raises for the first that does not fit the row, strides aside; says whether all tensors are contiguous."""
+        device, contiguous = self.device, True
+        for value, (expected, dtypes, shape, number, low, high) in zip(operands, self.rules, strict=False):
+            if type(value) is number and low < value < high:
+                continue
+            if isinstance(value, Tensor):
+                if (
+                    value.dtype not in dtypes
+                    or value.shape != shape
+                    or value.device != device
+                    or value.layout is not torch.strided
+                ):
+                    self._require_tensor(value, expected)
+                if value.numel() and _address(value) < 4096:
+                    raise InvalidProblem(
+                        f"{self._where(expected)}: expected a tensor with memory, got a {type(value).__name__} "
+                        "without; give what was freed its memory again, and of a wrapper the tensor inside"
+                    )
+                if contiguous and not value.is_contiguous():
+                    contiguous = False
+            elif value is None and expected.optional:
+                continue
+            elif value is not None and expected.number is not None:
+                expected.number.require(expected.name, value)
+            else:
+                raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {value!r}")
+        return contiguous
+
+    def _where(self, expected: _Expected) -> str:
+        return f"{self.problem.op.value}: {expected.name}"
+
+    def _require_tensor(self, value: Tensor, expected: _Expected) -> None:
+        where = self._where(expected)
+        if value.dtype not in expected.dtypes:
+            raise InvalidProblem(f"{where}: expected {_describe(expected)}, got {value.dtype}; convert it with .to()")
+        if value.shape != expected.shape:
+            raise InvalidProblem(
+                f"{where}: expected shape {list(expected.shape)}, got {list(value.shape)}{self._shape_remedy(expected)}"
+            )
+        if value.device != self.device:
+            raise InvalidProblem(f"{where}: expected a tensor on {self.device}, got one on {value.device}; move it")
+        if value.layout is not torch.strided:
+            raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
+
+    def _shape_remedy(self, expected: _Expected) -> str:
+        """What may have been meant, where the problem says more than the shape does."""
+        if expected.name in _OF_SEGMENTS:
+            return f"; {list(expected.shape)} is for {self.problem.scope}: pass the scope that yours is for"
+        if expected.name == "weight_q":
+            return f"; weights are [N, K], and these activations have K = {self.problem.shape[2]}"
+        return ""
+
+    def _check_strides(self, value: Tensor, expected: _Expected) -> None:
+        if expected.output:
+            self._check_own_memory(value, expected)
+        if self.strides == "any":
+            return
+        if self.strides == "rows" and not expected.output and row_stride(value) is not None:
+            return
+        accepted = "contiguous or row-strided" if self.strides == "rows" and not expected.output else "contiguous"
+        raise InvalidProblem(
+            f"{self._where(expected)}: this kernel takes {accepted} tensors, got strides {list(value.stride())} "
+            f"for shape {list(value.shape)}; call .contiguous(), or the function instead of the plan"
+        )
+
+    def _check_own_memory(self, value: Tensor, expected: _Expected) -> None:
+        if overlaps_itself(value):
+            raise InvalidProblem(
+                f"{self._where(expected)}: expected an element per address, "
+                f"got strides {list(value.stride())} for shape {list(value.shape)}; "
+                "give it memory of its own, as torch.empty does"
+            )
+
+    def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
+        """Raises unless operand i can be written there, by a copy where the kernel does not take the strides."""
+        expected = self.expected[i] if shape is None else replace(self.expected[i], shape=shape)
+        if not isinstance(value, Tensor):
+            raise InvalidProblem(f"{self._where(expected)}: expected {_describe(expected)}, got {type(value).__name__}")
+        self._require_tensor(value, expected)
+        self._check_own_memory(value, expected)
+
+    def check_signs(self, operands: tuple[Value, ...]) -> None:
+        """Raises for a tensor whose minus torch has put off: it is not in the memory, which kernels read."""
+        for value in operands:
+            if type(value) is Tensor and value.is_neg():
+                name = next(e.name for v, e in zip(operands, self.expected, strict=True) if v is value)
+                raise InvalidProblem(
+                    f"{self.problem.op.value}: {name}: expected a tensor as it is in memory, got a view of its "
+                    "negative; call .resolve_neg()"
+                )
+
+    def check_apart(self, workspace: Tensor, operands: tuple[Value, ...]) -> None:
+        """Raises if the workspace, which is contiguous, shares memory with an operand."""
+        start = workspace.data_ptr()
+        for value, expected in zip(operands, self.expected, strict=True):
+            if not isinstance(value, Tensor) or value.data_ptr() >= start + workspace.nbytes:
+                continue
+            if start < value.data_ptr() + _extent(value):
+                raise InvalidProblem(
+                    f"{self.problem.op.value}: the workspace overlaps {expected.name} in memory; "
+                    "give it memory of its own"
+                )
+
+    def _check_overlap(self, operands: tuple[Value, ...], i: int, out: Tensor, contiguous: bool) -> None:
+        """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
+        start = out.data_ptr()
+        end = start + (out.nbytes if contiguous else _extent(out))
+        for j, other in enumerate(operands):
+            if i == j or type(other) in _NO_MEMORY or not isinstance(other, Tensor):
+                continue
+            other_start = other.data_ptr()
+            if other_start >= end or start >= other_start + (other.nbytes if contiguous else _extent(other)):
+                continue
+            alike = other.dtype == out.dtype and other.stride() == out.stride() and other.shape == out.shape
+            if not (self.elementwise and other_start == start and alike):
+                raise InvalidProblem(
+                    f"{self._where(self.expected[i])} overlaps {self.expected[j].name} in memory; "
+                    "give it memory of its own"
+                )
+
+
+def _address(value: Tensor) -> int:
+    """Where it is; less than 4096 for what is nowhere: a freed storage, or a wrapper around other tensors."""
+    try:
+        return value.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _perhaps(*_: object) -> bool:
+    """The quick answer where there is none."""
+    return False
+
+
+def overlaps_itself(value: Tensor) -> bool:
+    """Whether two elements may share an address: an axis steps no further than the shorter-stepping axes reach."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def contiguous_strides(shape: Shape) -> Shape:
+    """The strides torch gives to a contiguous tensor, an empty one included."""
+    return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
+
+
+def row_stride(value: Tensor) -> int | None:
+    """The distance between the rows of a tensor whose last axis is dense and whose rows are evenly spaced, or None."""
+    shape, strides = value.shape, value.stride()
+    if not shape or (strides[-1] != 1 and shape[-1] > 1):
+        return None
+    expected: int | None = None
+    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return None
+        if expected is None:
+            row = stride
+        expected = stride * size
+    return shape[-1] if expected is None else row
+
+
+def _extent(value: Tensor) -> int:
+    """The bytes from the first element to behind the last."""
+    if value.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (last + 1) * value.element_size()
+
+
+def _describe(expected: _Expected) -> str:
+    dtypes = " or ".join(dict.fromkeys(str(dtype) for dtype in expected.dtypes))
+    number = "a number or " if expected.number is not None else ""
+    return f"{number}a {dtypes} tensor of shape {list(expected.shape)}"

@@ -1,0 +1,247 @@
+"""The Triton linears without a GPU: the portable kernel in the interpreter, the sm_90 kernels as far as their PTX."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+INTERPRETER = os.environ.get("TRITON_INTERPRET") == "1"
+LIMIT = 227 * 1024
+
+if INTERPRETER:
+    from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+    from baracuda.backends.triton.linear import launch as linear
+    from baracuda.core.problem import Problem
+    from baracuda.plans.plan import SelectedPlan
+    from cases import CASES, assert_same_bits, is_linear, run
+
+    LINEARS = [case for case in CASES if is_linear(case)]
+
+    @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+    @pytest.mark.parametrize("case", LINEARS, ids=str)
+    def test_the_portable_linear_has_the_bits_of_the_reference(case) -> None:
+        assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
+
+    def long_linear(backend, k, kind, weight, zero_point):
+        """The largest products, all of one sign."""
+        mode = DynamicRangeMode.ASYMMETRIC if zero_point == "number" else DynamicRangeMode.SYMMETRIC
+        far, near = (kind.q_max, kind.q_min) if kind is ElementKind.U8 else (kind.q_min, kind.q_max)
+        p = Problem(
+            QuantizeKind.SMOOTHQUANT_LINEAR, (2, 3, k), ElementKind.F64, kind, kind.q_min, kind.q_max,
+            mode=mode, weight=weight, scale_element=ElementKind.F64,
+        )  # fmt: skip
+        act = torch.full((2, k), far, dtype=kind.dtype)
+        stored = torch.full((3, (k + 1) // 2 if weight.is_packed else k), 0x88 if weight.is_packed else -128)
+        given = {"none": None, "number": near, "tensor": torch.tensor(near, dtype=torch.int32)}[zero_point]
+        plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+        out = torch.full((2, 3), 77.0, dtype=torch.float64)
+        plan.launch((act, 1.0, given, stored.to(weight.dtype), 1.0, None, None, None, out), None)
+        return out
+
+    @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
+    @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.U8], ids=lambda kind: kind.value)
+    def test_sums_beyond_int32_are_exact(kind, zero_point) -> None:
+        for k in (65_794, 140_001):
+            mine = long_linear(BackendKind.TRITON, k, kind, ElementKind.S8, zero_point)
+            assert torch.equal(mine, long_linear(BackendKind.REFERENCE, k, kind, ElementKind.S8, zero_point))
+
+    def test_a_linear_without_outputs_still_writes_its_scratch() -> None:
+        p = Problem(QuantizeKind.QUANTIZED_LINEAR, (2, 0, 4), ElementKind.F32, ElementKind.S8, -127, 127)
+        x, weight, found = torch.randn(2, 4), torch.empty(0, 4, dtype=torch.int8), []
+        for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
+            plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+            scratch = torch.full((2, 4), 77, dtype=torch.int8), torch.full((2,), 77.0)
+            plan.launch((x, weight, 1.0, None, None, None, *scratch, torch.empty(2, 0)), plan.allocate_workspace())
+            found.append(scratch)
+        assert all(map(torch.equal, *found))
+
+    @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
+    @pytest.mark.parametrize("weight", [ElementKind.S8, ElementKind.S4], ids=lambda kind: kind.value)
+    def test_a_sum_cut_into_chunks_is_the_same_sum(weight, zero_point, monkeypatch) -> None:
+        monkeypatch.setattr(linear, "_chunk", lambda limit, p, step: 2 * step)
+        mine = long_linear(BackendKind.TRITON, 1001, ElementKind.U8, weight, zero_point)
+        assert torch.equal(mine, long_linear(BackendKind.REFERENCE, 1001, ElementKind.U8, weight, zero_point))
+
+else:
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
+    from baracuda.backends import nonlinearity as activation_recipe
+    from baracuda.backends.triton.launch import Build, compile_kernel
+    from baracuda.backends.triton.linear import hopper_launch
+    from baracuda.backends.triton.linear import kernels as linear_kernels
+    from baracuda.backends.triton.linear import launch as linear
+    from baracuda.backends.triton.linear import tune as linear_tune
+    from baracuda.core.problem import Problem
+
+    HOPPER = GPUTarget("cuda", 90, 32)
+    VECTOR = torch.zeros(4)
+    TILES = [linear_tune.tile(m, 14336, 4096, 2, 132, cut=True) for m in (256, 4096)]
+
+    def test_the_portable_linears_have_the_bits_of_the_reference_in_the_interpreter() -> None:
+        """Triton reads the variable when it is imported, so the interpreter gets a process of its own."""
+        environment = {**os.environ, "TRITON_INTERPRET": "1"}
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", __file__],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:]
+
+    def compile_tile(tile, out=torch.bfloat16, bias=None, zero_point=None, activation=Activation.NONE, residual=None):
+        forms, epilogue = hopper_launch.scale_forms(VECTOR, zero_point, VECTOR, bias, 0, residual, activation)
+        source = hopper_launch.gemm_source(tile, out, forms, epilogue)
+        return triton.compile(
+            source, target=HOPPER, options={"enable_fp_fusion": False, **hopper_launch.tile_options(tile)}
+        )
+
+    #: Divisions in place, and steps in which one rounding is as good as two, of each element.
+    FUSED_STEPS = {Activation.GELU: 4 + 2, Activation.SILU: 4 + 2}
+
+    def assert_activation_rounds(ptx, activation) -> None:
+        """Nothing is approximate but the start of the divisions, nothing contracted but what has the same bits."""
+        counts = Counter(re.findall(r"^\s*([a-z][\w.]+)", ptx, re.MULTILINE))
+        divisions = counts.pop("rcp.approx.ftz.f32", 0)
+        assert (divisions > 0) == (activation in FUSED_STEPS)
+        assert counts["fma.rn.f32"] == divisions * FUSED_STEPS.get(activation, 0)
+        for word in ("div.full", "div.rn", "approx", "tanh", ".ftz"):
+            assert not [name for name in counts if word in name], word
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_a_tile_runs_on_the_integer_tensor_cores_and_the_copy_engine(tile) -> None:
+        compiled = compile_tile(tile)
+        ptx = compiled.asm["ptx"]
+        assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.s32\.s8\.s8", ptx)
+        assert re.search(r"cp\.async\.bulk\.tensor\.2d\.shared::(cluster|cta)\.global", ptx)  # Triton 3.6, 3.7
+        assert "cp.async.bulk.tensor.2d.global.shared::cta" in ptx
+        assert compiled.metadata.shared <= LIMIT
+
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_the_epilogue_of_a_tile_multiplies_and_adds_in_separate_roundings(tile) -> None:
+        ptx = compile_tile(tile, bias=VECTOR).asm["ptx"]
+        assert "fma.rn.f32" not in ptx
+        assert "mul.rn.f32" in ptx
+        assert "add.rn.f32" in ptx
+
+    @pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.SILU])
+    @pytest.mark.parametrize("tile", TILES, ids=str)
+    def test_activations_and_residuals_of_a_tile_round_step_by_step_and_fit(tile, activation) -> None:
+        compiled = compile_tile(tile, bias=VECTOR, activation=activation, residual=VECTOR.bfloat16())
+        ptx = compiled.asm["ptx"]
+        assert_activation_rounds(ptx, activation)
+        assert "ld.global.b16" not in ptx, "the residual comes in pairs of columns"
+        assert compiled.metadata.shared <= LIMIT
+
+    @pytest.mark.parametrize(
+        "zero_point, activation",
+        [(None, Activation.NONE), (VECTOR.int(), Activation.NONE), (None, Activation.GELU), (None, Activation.SILU)],
+        ids=["symmetric", "asymmetric", "gelu", "silu"],
+    )
+    def test_the_epilogue_of_a_large_problem_spills_no_registers(zero_point, activation, tmp_path) -> None:
+        ptx = tmp_path / "gemm.ptx"
+        compiled = compile_tile(TILES[-1], bias=VECTOR, zero_point=zero_point, activation=activation)
+        ptx.write_text(compiled.asm["ptx"])
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "gemm.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert " 0 bytes spill stores, 0 bytes spill loads" in report
+        assert "serialized" not in report
+
+    @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16, torch.float32])
+    @pytest.mark.parametrize("shape", [(256, 4096), (4096, 4096)])
+    def test_every_output_type_fits_the_shared_memory_of_its_tile(shape, out) -> None:
+        tile = linear_tune.tile(*shape, 4096, out.itemsize, 132, cut=True)
+        compiled = compile_tile(tile, out, VECTOR, VECTOR.int())
+        assert compiled.metadata.shared <= LIMIT
+
+    @pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU])
+    @pytest.mark.parametrize("quantize", [False, True])
+    @pytest.mark.parametrize("m", [1, 16])
+    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, activation) -> None:
+        sizes = 14336, 4096, 132
+        config = linear_tune.fused(*sizes) if quantize else linear_tune.skinny(m, *sizes)
+        residual = VECTOR.bfloat16() if activation is Activation.GELU else None
+        forms, epilogue = hopper_launch.scale_forms(VECTOR, None, VECTOR, None, 1, residual, activation)
+        epilogue = ("given", *epilogue[1:]) if quantize else epilogue
+        source = hopper_launch.skinny_source(config, torch.bfloat16, forms, epilogue, 14336, quantize)
+        compiled = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, "num_warps": 4})
+        ptx = compiled.asm["ptx"]
+        assert re.search(r"wgmma\.mma_async\S+\.s32\.s8\.s8", ptx)
+        assert "div.full" not in ptx
+        assert ("div.rn.f32" in ptx) == quantize
+        assert ("rcp.approx.ftz.f32" in ptx) == (activation is Activation.GELU)
+        assert (compiled.metadata.shared + 1024) * config.programs <= LIMIT + 1024
+
+    @pytest.mark.parametrize(
+        "shape, tail", [((8192, 8192, 8192), 16), ((2048, 6144, 4096), 1), ((256, 4096, 14336), 2)]
+    )
+    def test_tiles_behind_the_last_full_round_are_cut_where_all_parts_run_at_once(shape, tail) -> None:
+        m, n, k = shape
+        tile = linear_tune.tile(m, n, k, 2, 132, cut=True)
+        rest = tile.tiles(m, n) - tile.whole(m, n, 132)
+        assert tile.tail == tail
+        assert rest * tail <= tile.programs(m, n, 132) <= 132
+        assert linear_tune.tile(m, n, k, 2, 132).tail == 1
+
+    def test_the_parts_of_a_tile_are_added_and_finished_step_by_step() -> None:
+        forms = ("*i32", "*bf16", "*fp32", "*fp32", "*fp32", "constexpr")
+        constants = {"PER_TOKEN": True, "ACTIVATION": "gelu", "GROUP": 8, "ACROSS": True, "TAIL": 3}
+        constants |= {"BM": 128, "BN": 128, "LINES": 16}
+        sizes = {"M": 1400, "N": 1664, "whole": 132}
+        ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
+        assert_activation_rounds(ptx, Activation.GELU)
+        assert "ld.global.v4" in ptx
+
+    @pytest.mark.parametrize("n, k", [(4096, 4096), (6144, 4096), (57344, 8192), (8, 16), (8192, 28672)])
+    def test_a_split_of_k_leaves_each_part_some_work(n, k) -> None:
+        config = linear_tune.skinny(16, n, k, 132)
+        assert config.split == 1 or -(-k // config.k) // config.split >= 4
+
+    LIMITS = [("s8", "symmetric", 131071), ("u8", "symmetric", 65793), ("s8", "asymmetric", 65793)]
+
+    @pytest.mark.parametrize("kind, mode, limit", [*LIMITS, ("u8", "asymmetric", 65793)])
+    def test_sums_are_cut_where_32_bits_would_not_hold_them(kind, mode, limit) -> None:
+        kind, mode = ElementKind.of(kind), DynamicRangeMode(mode)
+
+        def problem(k, weight=ElementKind.S8):
+            op = QuantizeKind.SMOOTHQUANT_LINEAR
+            shape = (1, 1, k)
+            return Problem(op, shape, ElementKind.F32, kind, kind.q_min, kind.q_max, mode=mode, weight=weight)
+
+        p = problem(limit)
+        assert p.accumulator_limit == limit
+        assert linear._chunk(limit, p, 128) == 0
+        assert linear._chunk(limit, problem(limit + 1), 128) == limit // 128 * 128
+        packed = problem(10**7, ElementKind.S4)
+        assert linear._chunk(packed.accumulator_limit, packed, 64) == packed.accumulator_limit // 2 // 64 * 64
+
+    @pytest.mark.parametrize("f64, activation, chunk", [(False, "silu", 0), (True, "gelu", 0), (False, "none", 131008)])
+    def test_the_portable_kernel_rounds_step_by_step_and_keeps_the_digits_of_its_coefficients(
+        f64, activation, chunk
+    ) -> None:
+        element = "*fp64" if f64 else "*fp32"
+        forms = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
+        constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
+        constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
+        sizes = {"M": 16, "N": 4096, "K": 140000}
+        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
+        if f64:
+            assert "div.rn.f64" in ptx
+            assert "fma.rn.f" not in ptx
+        else:
+            assert_activation_rounds(ptx, Activation(activation))
+        assert ("add.s64" in ptx) or not chunk
+        if activation == "gelu":
+            coefficient = struct.pack(">d", activation_recipe.F64.upper[-3]).hex().upper()
+            assert f"0d{coefficient}" in ptx
