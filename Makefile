@@ -32,7 +32,7 @@ interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's inte
 
 SECONDS ?= 600
 soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
-	$(BIN)/python tools/soak.py --seconds $(SECONDS)
+	PYTHONPATH=tests/support $(BIN)/python tools/soak.py --seconds $(SECONDS)
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu

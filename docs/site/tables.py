@@ -128,7 +128,7 @@ def named_plans() -> list[tuple[str, str, str]]:
     """The class names of every exported plan, its descriptor and its arguments."""
     exported = [getattr(baracuda, name) for name in baracuda.__all__]
     kinds = [kind for kind in exported if isinstance(kind, type) and issubclass(kind, Plan) and kind is not Plan]
-    kinds.sort(key=list(vars(baracuda.plans).values()).index)
+    kinds.sort(key=list(vars(baracuda.plans.declarations).values()).index)
     return [(kind.__name__, *(used.__name__ for used in get_args(kind.__orig_bases__[0]))) for kind in kinds]
 
 

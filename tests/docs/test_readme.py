@@ -22,7 +22,7 @@ def test_the_python_blocks_run_in_order() -> None:
 
 
 def test_the_error_shown_is_the_error_raised() -> None:
-    (call, message) = re.search(r">>> (.*)\nbaracuda.errors.InvalidProblem: (.*)\n", TEXT).groups()  # type: ignore[union-attr]
+    (call, message) = re.search(r">>> (.*)\nbaracuda.InvalidProblem: (.*)\n", TEXT).groups()  # type: ignore[union-attr]
     scope: dict[str, object] = {}
     exec("import torch, baracuda\nfrom baracuda import PerGroup", scope)
     with pytest.raises(InvalidProblem) as raised:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from baracuda.plans.plan import SelectedPlan
 def test_ten_seconds_of_random_plans_from_four_threads_pass() -> None:
     """In a process of its own, whose memory nothing else moves."""
     command = [sys.executable, str(Path(soak.__file__)), "--seconds", "10", "--threads", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
+    path = os.pathsep.join(sys.path)  # where pytest finds the helpers
+    environment = os.environ | {"PYTHONPATH": path}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "0 failures" in done.stdout and ": flat" in done.stdout
 

@@ -193,7 +193,7 @@ def test_without_the_compiled_module_checks_still_run_and_triton_says_why_it_doe
 import sys; sys.modules["baracuda._host"] = None
 import torch, baracuda
 from baracuda.backends.triton import declines
-from baracuda.problem import Problem
+from baracuda.core.problem import Problem
 x = torch.tensor([1.0, 2.0])
 assert baracuda.quantize(x, 0.5).tolist() == [2, 4]
 try:

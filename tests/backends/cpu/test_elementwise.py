@@ -131,7 +131,7 @@ import sys; sys.modules["baracuda._cpu"] = None
 import torch, baracuda
 from baracuda import BackendKind, ElementKind, PlanPreference, QuantizeKind
 from baracuda.backends.registry import candidates, choose
-from baracuda.problem import Problem
+from baracuda.core.problem import Problem
 for op, shape in ((QuantizeKind.QUANTIZE, (4,)), (QuantizeKind.QUANTIZED_LINEAR, (2, 3, 4))):
     p = Problem(op, shape, ElementKind.F32, ElementKind.S8, -127, 127)
     offered = candidates(p, torch.device("cpu"), PlanPreference())

@@ -26,7 +26,7 @@ import torch
 torch.set_num_threads(1)
 if sys.argv[1] == "leave":
     import torch.distributed as dist
-    from baracuda.flow.distributed import team
+    from baracuda.flow.run.distributed import team
     if sys.argv[2] == "second":
         dist.init_process_group("gloo")
     for turn in range(8):
@@ -40,13 +40,13 @@ if sys.argv[1] == "leave":
     assert not dist.is_initialized()
     sys.exit()
 if sys.argv[1] == "wait":
-    from baracuda.flow.distributed import team
+    from baracuda.flow.run.distributed import team
     with team(timeout_s=2) as ranks:
         if ranks.leads:
             time.sleep(5)
         ranks.barrier()
     sys.exit()
-import baracuda.flow.stream as stream
+import baracuda.flow.run.stream as stream
 from baracuda.flow import quantize_checkpoint
 if sys.argv[1] == "slow":
     if os.environ["RANK"] == "1":
@@ -56,7 +56,7 @@ if sys.argv[1] == "slow":
         stream.ShardJob._work = work
 options = {}
 if sys.argv[1] == "broken":
-    import baracuda.flow.prepare as preparing
+    import baracuda.flow.run.prepare as preparing
     def prepare(*arguments):
         if os.environ["RANK"] == "1":
             raise IndexError("index out of range in self")

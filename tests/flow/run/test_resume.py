@@ -20,7 +20,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 sys.modules["transformers"] = None
 from pathlib import Path
-import baracuda.flow.convert as convert
+import baracuda.flow.run.convert as convert
 
 source, folder, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
