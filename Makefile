@@ -47,9 +47,9 @@ gpu-test:
 
 gpu-bench:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m bench gpu --jobs 8 --json docs/bench-gpu.json
-	$(GPU_PYTHON) -m bench gpu --small --jobs 8 --json docs/bench-gpu-small.json
-	$(GPU_PYTHON) -m bench linear --json docs/bench-linear.json
+	$(GPU_PYTHON) -m bench gpu --jobs 8 --json bench/results/gpu.json
+	$(GPU_PYTHON) -m bench gpu --small --jobs 8 --json bench/results/gpu-small.json
+	$(GPU_PYTHON) -m bench linear --json bench/results/linear.json
 
 gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racecheck; logs in build/gpu-sanitize
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .

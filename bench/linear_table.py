@@ -128,20 +128,21 @@ def section(run: dict[str, Any]) -> str:
     about = (
         f"{run['device']}, torch {run['torch']}, one run: the int8 GEMM with its epilogue / the whole linear, bf16 to "
         "bf16, as many times faster than bf16 cuBLAS on Llama-3 8B's weights. "
-        f"[Every shape and peer](docs/bench-linear.md); a call of `plan.run` takes {run['host_us']:.1f} us of the host."
+        f"[Every shape and peer](docs/reference/linears.md); a call of `plan.run` takes {run['host_us']:.1f} us of the "
+        "host."
     )
-    return f"{about}\n\n{markdown(lines)}\n\n![Times as fast as bf16 cuBLAS, by tokens](docs/bench-linear.svg)"
+    return f"{about}\n\n{markdown(lines)}\n\n![Times as fast as bf16 cuBLAS, by tokens](bench/results/linear.svg)"
 
 
 def page(run: dict[str, Any]) -> str:
-    """docs/bench-linear.md."""
+    """docs/reference/linears.md."""
     rows = rows_of(run)
     parts = [
         "# The int8 linears beside their peers",
         f"{run['device']}, torch {run['torch']}, medians of one interleaved run with cold caches, written by "
-        "`python -m bench readme` from `bench-linear.json`. `gemm` starts from quantized activations, `linear` from "
-        "bf16; every output of ours is compared with the formula before it is timed.",
-        "![Times as fast as bf16 cuBLAS, by tokens](bench-linear.svg)",
+        "`python -m bench readme` from `bench/results/linear.json`. `gemm` starts from quantized activations, `linear` "
+        "from bf16; every output of ours is compared with the formula before it is timed.",
+        "![Times as fast as bf16 cuBLAS, by tokens](../../bench/results/linear.svg)",
         table(rows),
         "## Epilogues",
         "Times as long as the GEMM that only scales.",
@@ -178,7 +179,7 @@ def plot(rows: list[Row], path: Path | str) -> None:
         pyplot.close(figure)
 
 
-def write(run: dict[str, Any], docs: Path) -> None:
-    """The page and the plot."""
-    (docs / "bench-linear.md").write_text(page(run))
-    plot(rows_of(run), docs / "bench-linear.svg")
+def write(run: dict[str, Any], root: Path) -> None:
+    """The page and the plot, in the repository `root`."""
+    (root / "docs" / "reference" / "linears.md").write_text(page(run))
+    plot(rows_of(run), root / "bench" / "results" / "linear.svg")

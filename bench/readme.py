@@ -1,4 +1,4 @@
-"""Writes README's figures from committed bench runs: `python -m bench AREA --json docs/bench-AREA.json`, then this."""
+"""Writes README's figures from the runs in bench/results: `python -m bench AREA --json bench/results/AREA.json` first."""
 
 from __future__ import annotations
 
@@ -118,16 +118,16 @@ SECTIONS: dict[str, Callable[[Run], str]] = {
 PAGES: dict[str, Callable[[Run, Path], None]] = {"linear": linear_table.write}
 
 
-def committed(docs: Path) -> dict[str, Run]:
-    """The runs in a folder, by area."""
-    paths = {area: docs / f"bench-{area}.json" for area in SECTIONS}
+def committed(root: Path) -> dict[str, Run]:
+    """The runs of a repository, by area."""
+    paths = {area: root / "bench" / "results" / f"{area}.json" for area in SECTIONS}
     return {area: json.loads(path.read_text()) for area, path in paths.items() if path.exists()}
 
 
 def rewritten(readme: str, runs: dict[str, Run]) -> str:
     """README with the section of each run, between its two marks, written anew."""
     for area, run in runs.items():
-        begin, end = f"<!-- from docs/bench-{area}.json by python -m bench readme -->", "<!-- end -->"
+        begin, end = f"<!-- from bench/results/{area}.json by python -m bench readme -->", "<!-- end -->"
         if begin not in readme:
             raise ValueError(f"README.md: expected the line {begin}, and {end} behind it, where the figures go")
         before, rest = readme.split(begin, 1)
@@ -137,8 +137,8 @@ def rewritten(readme: str, runs: dict[str, Run]) -> str:
 
 def main(argv: Sequence[str]) -> None:
     argparse.ArgumentParser(prog="python -m bench readme", description=__doc__).parse_args(argv)
-    readme, docs = Path("README.md"), Path("docs")
-    runs = committed(docs)
+    root = Path()
+    readme, runs = root / "README.md", committed(root)
     readme.write_text(rewritten(readme.read_text(), runs))
     for area in PAGES.keys() & runs.keys():
-        PAGES[area](runs[area], docs)
+        PAGES[area](runs[area], root)

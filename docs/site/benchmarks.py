@@ -10,18 +10,20 @@ from typing import Any
 
 from .markdown import table
 
-DOCS = Path(__file__).parents[1]
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 
 def read(name: str) -> dict[str, Any] | None:
-    path = DOCS / f"bench-{name}.json"
+    path = RESULTS / f"{name}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def _or_missing(name: str, write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
     def made() -> str:
         run = read(name)
-        return write(run) if run else f"No run is committed yet (`docs/bench-{name}.json`); `make gpu-bench` makes one."
+        return (
+            write(run) if run else f"No run is committed yet (`bench/results/{name}.json`); `make gpu-bench` makes one."
+        )
 
     return made
 

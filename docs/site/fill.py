@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[2]
 PAGES, SITE = ROOT / "build" / "docs", ROOT / "build" / "site"
 #: Pages that live elsewhere in the repository.
 BORROWED = {"contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+#: Plots of committed runs, which pages under docs/reference/ show.
+RESULTS = "bench/results/"
 MARK = re.compile(r"<!-- make: (\w+) -->")
 
 MAKERS = {**tables.MAKERS, **benchmarks.MAKERS}
@@ -28,8 +30,8 @@ def fill(target: Path) -> None:
         written.parent.mkdir(parents=True, exist_ok=True)
         made = partial(_made, pictures=pictures, up="../" * name.count("/"))
         written.write_text(MARK.sub(made, _linked(page.read_text())))
-    for kept in ("site.css", "bench-linear.svg"):
-        shutil.copy(ROOT / "docs" / kept, target)
+    for kept in ("docs/site.css", f"{RESULTS}linear.svg"):
+        shutil.copy(ROOT / kept, target)
 
 
 def sources() -> dict[str, Path]:
@@ -40,7 +42,8 @@ def sources() -> dict[str, Path]:
 
 
 def _linked(page: str) -> str:
-    """A page whose links to files above docs/ lead to the pages made of them."""
+    """A page whose links to files above docs/ lead to what the site has in their place."""
+    page = page.replace(f"../../{RESULTS}", "../")
     for name, path in BORROWED.items():
         page = page.replace(f"../{path})", f"{name})")
     return page

@@ -56,7 +56,7 @@ def test_epilogues_are_told_as_multiples_of_the_plain_one() -> None:
 
 
 def test_a_section_of_readme_is_written_between_its_marks_and_nowhere_else() -> None:
-    marks = [f"<!-- from docs/bench-{area}.json by python -m bench readme -->" for area in ("cpu", "linear")]
+    marks = [f"<!-- from bench/results/{area}.json by python -m bench readme -->" for area in ("cpu", "linear")]
     text = f"before\n{marks[0]}\nkept\n<!-- end -->\nbetween\n{marks[1]}\nold\n<!-- end -->\nafter\n"
     written = readme.rewritten(text, {"linear": RUN})
     assert written.startswith(f"before\n{marks[0]}\nkept\n<!-- end -->\nbetween\n{marks[1]}\nA GPU, torch 9.9")
@@ -65,7 +65,7 @@ def test_a_section_of_readme_is_written_between_its_marks_and_nowhere_else() -> 
     assert "| 64 | 1.50 / 1.00 |" in written
     assert "old" not in written
     assert readme.rewritten(written, {"linear": RUN}) == written
-    with pytest.raises(ValueError, match=r"expected the line <!-- from docs/bench-linear.json"):
+    with pytest.raises(ValueError, match=r"expected the line <!-- from bench/results/linear.json"):
         readme.rewritten("no marks", {"linear": RUN})
 
 
@@ -73,19 +73,23 @@ def test_a_run_becomes_a_page_and_a_plot_that_are_the_same_every_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("matplotlib")
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "bench-linear.json").write_text(json.dumps(RUN))
-    mark = "<!-- from docs/bench-linear.json by python -m bench readme -->"
+    (tmp_path / "docs" / "reference").mkdir(parents=True)
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    (results / "linear.json").write_text(json.dumps(RUN))
+    mark = "<!-- from bench/results/linear.json by python -m bench readme -->"
     (tmp_path / "README.md").write_text(f"{mark}\n<!-- end -->\n")
     monkeypatch.chdir(tmp_path)
     written = []
     for _ in range(2):
         readme.main([])
-        written.append([(tmp_path / "docs" / f"bench-linear.{kind}").read_bytes() for kind in ("md", "svg")])
+        written.append(
+            [path.read_bytes() for path in (tmp_path / "docs" / "reference" / "linears.md", results / "linear.svg")]
+        )
     assert written[0] == written[1]
     page, drawing = (content.decode() for content in written[0])
     assert "| 70B o | 64 x 8192 x 8192 |" in page
     assert "| 1x256x256 | host us | 8 | 5.25 | pass |" in page
     assert ElementTree.fromstring(drawing).tag.endswith("svg")
     assert {"8B qkv", "70B o"} <= {line.strip(" <>!-") for line in drawing.splitlines() if "<!--" in line}
-    assert "docs/bench-linear.svg" in (tmp_path / "README.md").read_text()
+    assert "bench/results/linear.svg" in (tmp_path / "README.md").read_text()

@@ -31,6 +31,6 @@ def test_the_error_shown_is_the_error_raised() -> None:
 
 
 def test_the_figures_are_those_of_the_committed_run() -> None:
-    runs = readme.committed(ROOT / "docs")
+    runs = readme.committed(ROOT)
     assert "cpu" in runs
     assert readme.rewritten(TEXT, runs) == TEXT, "run: python -m bench readme"
