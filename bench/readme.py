@@ -1,4 +1,4 @@
-"""Writes README's figures from the runs in bench/results: `python -m bench AREA --json bench/results/AREA.json` first."""
+"""Writes README's figures from bench/results, where `python -m bench AREA --json bench/results/AREA.json` puts them."""
 
 from __future__ import annotations
 
