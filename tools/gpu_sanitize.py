@@ -78,7 +78,7 @@ def linears() -> list[Case]:
         ):
             low, stored = -127 if mode is DynamicRangeMode.SYMMETRIC else -128, scale_elements(element)[0]
             p = Problem(
-                op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, activation=activation
+                op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, nonlinearity=activation
             )
             cases.append(Case(p, residual=activation is not Activation.NONE))
     return cases

@@ -117,7 +117,7 @@ MUTANTS = [
     Mutant(
         "activation after the residual",
         "        y = y + cast(Tensor, residual).to(see.math)\n",
-        "        y = activated(y + cast(Tensor, residual).to(see.math), see.p.activation)\n",
+        "        y = activated(y + cast(Tensor, residual).to(see.math), see.p.nonlinearity)\n",
         (NUMPY,),
     ),
     Mutant(

@@ -73,7 +73,7 @@ def through_a_linear(values: Tensor, kind: Activation, backend: BackendKind | No
     }
     shape = (1, n, 0)
     op = QuantizeKind.SMOOTHQUANT_LINEAR
-    return compute(op, shape, element, backend=backend, operands=operands, activation=kind)["output"][0]
+    return compute(op, shape, element, backend=backend, operands=operands, nonlinearity=kind)["output"][0]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

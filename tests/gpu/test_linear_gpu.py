@@ -67,7 +67,9 @@ def problem(
     activation: Activation = Activation.NONE,
 ) -> Problem:
     low, stored = -127 if mode is DynamicRangeMode.SYMMETRIC else -128, scale_elements(element)[0]
-    return Problem(op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, activation=activation)
+    return Problem(
+        op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, nonlinearity=activation
+    )
 
 
 def assert_matches(case: Case) -> None:

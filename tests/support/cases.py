@@ -92,7 +92,7 @@ class Case:
         parts = [p.op.value, size, p.scope.name, p.element.value, p.quantized.value, f"{p.q_min}..{p.q_max}"]
         parts += [p.mode.value, p.arithmetic.value, p.scale_element.value, self.data, self.scale, self.zero_point]
         parts += ["zero"] * p.include_zero + ["rows"] * self.row_strided
-        return "-".join([*parts, *([p.activation.value] if is_linear(self) else []), *["residual"] * self.residual])
+        return "-".join([*parts, *([p.nonlinearity.value] if is_linear(self) else []), *["residual"] * self.residual])
 
 
 def _elementwise_cases(layouts: list[tuple[tuple[int, ...], Scope]]) -> Iterator[Case]:
@@ -141,7 +141,7 @@ def _linear_cases() -> Iterator[Case]:
         stored, activation = scale_elements(element)[0], pick([Activation.NONE, *Activation])
         problem = Problem(
             op, shape, element, kind, low, kind.q_max,
-            mode=mode, scale_element=stored, weight=weight, activation=activation,
+            mode=mode, scale_element=stored, weight=weight, nonlinearity=activation,
         )  # fmt: skip
         data, scale = pick(["ordinary", "ordinary", "poison", "edges"]), pick(["tensor", "number", "input_type"])
         strides = pick([False, False, True]) and op is QuantizeKind.QUANTIZED_LINEAR
@@ -159,7 +159,7 @@ def _epilogue_cases() -> Iterator[Case]:
         ("ordinary", "edges"),
     ):
         stored = scale_elements(element)[0]
-        problem = Problem(op, shape, element, ElementKind.S8, -127, 127, scale_element=stored, activation=activation)
+        problem = Problem(op, shape, element, ElementKind.S8, -127, 127, scale_element=stored, nonlinearity=activation)
         yield Case(problem, data, residual=residual)
 
 

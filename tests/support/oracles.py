@@ -321,7 +321,7 @@ def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     y = acc.astype(math) * scale * weight_scale
     if operands["bias"] is not None:
         y = y + decode(operands["bias"]).astype(math)
-    y = activated(y, p.activation)
+    y = activated(y, p.nonlinearity)
     if operands["residual"] is not None:
         y = y + decode(operands["residual"]).astype(math)
     return results | {"output": encode(y, p.element)}

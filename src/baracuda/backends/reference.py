@@ -317,7 +317,7 @@ def _matmul(
     centred = (act_q.to(torch.int32) - zero_point).to(torch.float64)
     acc = centred @ weight.to(torch.float64).T + 0.0  # integers have no zero that is negative
     scale_w = as_tensor(weight_scale, see.math, see.device)
-    y = activated(linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math), see.p.activation)
+    y = activated(linear(acc, scale_a, scale_w, cast("Tensor | None", bias), see.math), see.p.nonlinearity)
     if residual is not None:
         y = y + cast(Tensor, residual).to(see.math)
     cast(Tensor, output).copy_(canonical(y.to(see.p.element.dtype)))

@@ -51,7 +51,7 @@ class Problem:
     include_zero: bool = False
     weight: ElementKind = ElementKind.S8
     #: What a linear does to its sums after the bias.
-    activation: Activation = Activation.NONE
+    nonlinearity: Activation = Activation.NONE
 
     def __post_init__(self) -> None:
         self._require_elements()
@@ -87,8 +87,8 @@ class Problem:
             _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4), remedy)
             return
         _require_element("the quantized tensor", self.quantized, INTEGERS, integers)
-        if self.activation is not Activation.NONE:
-            raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.activation}")
+        if self.nonlinearity is not Activation.NONE:
+            raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.nonlinearity}")
 
     def _require_choices(self) -> None:
         require_scope(self.scope)
@@ -97,7 +97,7 @@ class Problem:
         choices: tuple[tuple[str, object, type[Enum]], ...] = (
             ("mode", self.mode, DynamicRangeMode),
             ("arithmetic", self.arithmetic, Arithmetic),
-            ("activation", self.activation, Activation),
+            ("nonlinearity", self.nonlinearity, Activation),
         )
         for name, value, kind in choices:
             if not isinstance(value, kind):
@@ -399,7 +399,7 @@ def epilogue_formula(p: Problem) -> str:
     """What a linear makes of its exact integer sums, for `plan.sku()`; bias and residual where a call gives them."""
     sums = "(acc - zero_point * weight_sum)" if p.mode is DynamicRangeMode.ASYMMETRIC else "acc"
     scaled = f"({sums} * scale_a) * scale_w + bias"
-    return f"{scaled if p.activation is Activation.NONE else f'{p.activation.value}({scaled})'} + residual"
+    return f"{scaled if p.nonlinearity is Activation.NONE else f'{p.nonlinearity.value}({scaled})'} + residual"
 
 
 def activation_problem(p: Problem) -> Problem:

@@ -228,7 +228,7 @@ class QuantizedLinearDescriptor:
             arithmetic=member(Arithmetic, self.arithmetic, "arithmetic"),
             scale_element=stored_scale_element(self.scale_element, element),
             weight=ElementKind.of(self.weight_element, "weight_element"),
-            activation=member(Activation, self.activation, "activation"),
+            nonlinearity=member(Activation, self.activation, "activation"),
         )
 
 
@@ -287,7 +287,7 @@ def smoothquant_problem(
         quantized.q_max,
         mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
         weight=weight,
-        activation=activation,
+        nonlinearity=activation,
     )
 
 

@@ -147,7 +147,7 @@ def test_every_gemm_is_given_the_parameters_it_declares(
     numbers = {"act_scale": 0.5, "act_zero_point": 3 if mode is DynamicRangeMode.ASYMMETRIC else 0} if static else {}
     launch(p, tensors(p, bias=bias))
     launch(p, tensors(p, bias=bias, weight_scale=0.25, **numbers))
-    ends = replace(p, activation=Activation.GELU)
+    ends = replace(p, nonlinearity=Activation.GELU)
     launch(ends, tensors(ends, residual=torch.zeros(m, 256, dtype=torch.bfloat16)))
     launched.check()
 

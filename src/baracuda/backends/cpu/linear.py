@@ -77,7 +77,7 @@ class Bound:
         self.p, self.layout = p, Layout(p)
         m, n, k = self.shape = p.shape
         self.native = _cpu.Linear(
-            m, n, k, ELEMENTS[p.element], ELEMENTS[p.quantized], ELEMENTS[p.weight], ACTIVATIONS[p.activation]
+            m, n, k, ELEMENTS[p.element], ELEMENTS[p.quantized], ELEMENTS[p.weight], ACTIVATIONS[p.nonlinearity]
         )
         self.quantize = native_plan(activation_problem(p)) if self.layout.dynamic else None
         self.asymmetric = p.mode is DynamicRangeMode.ASYMMETRIC

@@ -184,7 +184,7 @@ def _large(p: Problem, device: torch.device, f: Factors, rooms: Rooms, portable:
         if not aligned:
             return None
         _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
-        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0, residual, p.activation)
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 0, residual, p.nonlinearity)
         made = compiled(gemm_source(tile, p.element.dtype, forms, epilogue), tile_options(tile))
         kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
         matrix(kernel, X, x, m, k)
@@ -203,7 +203,7 @@ def _tail(p: Problem, device: torch.device, f: Factors, room: Part, tile: tune.T
     lines = 16
     constants = {
         "PER_TOKEN": p.op is QuantizeKind.QUANTIZED_LINEAR,
-        "ACTIVATION": p.activation.value,
+        "ACTIVATION": p.nonlinearity.value,
         "GROUP": tile.group,
         "ACROSS": tile.across,
         "TAIL": tile.tail,
@@ -240,7 +240,7 @@ def _streaming(
     room = rooms["parts"] if config.split > 1 else None
     then = None
     if room is not None:
-        per_token, activation = p.op is QuantizeKind.QUANTIZED_LINEAR, p.activation.value
+        per_token, activation = p.op is QuantizeKind.QUANTIZED_LINEAR, p.nonlinearity.value
         constants = {"PER_TOKEN": per_token, "ACTIVATION": activation, "SPLIT": config.split, "BN": 512}
         add_up = Step(sum_parts, m * -(-n // 512), {"M": m, "N": n}, constants, device)
         then = add_up.bound(room, f.output, f.scale, f.weight_scale, f.bias, f.residual)
@@ -249,7 +249,7 @@ def _streaming(
         if not aligned:
             return None
         _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
-        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 1, residual, p.activation)
+        forms, epilogue = scale_forms(scale, zero_point, weight_scale, bias, 1, residual, p.nonlinearity)
         if quantize:
             epilogue = ("given", *epilogue[1:])
         source = skinny_source(config, p.element.dtype, forms, epilogue, n, quantize)

@@ -185,7 +185,7 @@ def _portable_gemm(p: Problem, device: torch.device, f: Factors) -> Launch:
         "F64": p.element is ElementKind.F64,
         "Q_MIN": p.quantized.q_min,
         "Q_MAX": p.quantized.q_max,
-        "ACTIVATION": p.activation.value,
+        "ACTIVATION": p.nonlinearity.value,
         "CHUNK": _chunk(p.accumulator_limit, p, config.k),
         "BM": config.m,
         "BN": config.n,
