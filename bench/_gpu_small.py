@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.core.problem import OPS, Problem, scale_elements
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem, scale_elements
 from baracuda.plans.plan import SelectedPlan
 
 from ._gpu_peers import formula

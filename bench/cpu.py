@@ -26,7 +26,8 @@ from baracuda import (
     Scope,
     _cpu,
 )
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 
 from .common import Bar, Body, arguments, interleaved, per_call, show_bars, table, write_json

@@ -36,7 +36,8 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.core.problem import OPS, Problem, packed_shape, scale_elements
+from baracuda.core.optable import OPS, packed_shape
+from baracuda.core.problem import Problem, scale_elements
 from baracuda.core.types import INTEGERS, OpCategory
 from baracuda.plans.plan import SelectedPlan
 

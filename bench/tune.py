@@ -23,7 +23,8 @@ import torch
 from baracuda import BackendKind, PlanPreference
 from baracuda.backends.triton.elementwise import tune
 from baracuda.backends.triton.elementwise.tune import Range, Schedule, Tile
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.core.scope import View
 from baracuda.core.types import QuantizeKind
 from baracuda.plans.plan import SelectedPlan

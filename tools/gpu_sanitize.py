@@ -39,7 +39,8 @@ from torch import Tensor
 
 from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PerToken, PlanPreference, QuantizeKind
 from baracuda.backends.triton.linear import hopper
-from baracuda.core.problem import OPS, Problem, scale_elements
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem, scale_elements
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, LAYOUTS, LINEAR_CASES, Case, assert_same_bits, is_linear, operands, run
 

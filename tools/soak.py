@@ -29,7 +29,7 @@ from torch import Tensor
 
 from baracuda import BackendKind
 from baracuda.backends.registry import Value
-from baracuda.core.problem import OPS
+from baracuda.core.optable import OPS
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, Case, assert_same_bits, operands, run
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .autograd import compute, static_key
 from .backends.registry import Value
 from .core.arrays import Array, as_tensor, segment_value, segment_values
 from .core.errors import InvalidProblem
-from .core.problem import fake_storage
-from .core.scope import PerTensor, PerToken, Scope, Shape, require_scope
-from .core.types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
-from .dispatch.eager import audience, cached_plan, run
-from .dispatch.operators import OPERATORS, Key, unpacked_shape
-from .plans.descriptors import Element, stored_scale_element
+from .core.problem import Spec, fake_storage
+from .core.scope import PerTensor, PerToken, Scope, Shape
+from .core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind
+from .dispatch.eager import cached_plan, route, run
+from .dispatch.gradients import compute
+from .dispatch.operators import OPERATORS, unpacked_shape
+from .dispatch.options import dynamic_spec, static_linear_spec, static_spec
 
 _WHOLE = PerTensor()
 
@@ -48,12 +47,8 @@ def quantize(
     The result holds integers, so it has no gradient; `baracuda.autograd.quantize` has one.
     """
     x = as_tensor(x, "x")
-    kind = ElementKind.of(dtype, "dtype")
-    low, high = kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
-    key = static_key(
-        ElementKind.of_tensor(x.dtype, "x"), kind, low, high, scope, member(Arithmetic, arithmetic, "arithmetic")
-    )
-    return _static(QuantizeKind.QUANTIZE, x, x.shape, scale, zero_point, key, out)
+    spec = static_spec(x.dtype, scope, dtype, q_min, q_max, arithmetic)
+    return _static(QuantizeKind.QUANTIZE, x, x.shape, scale, zero_point, spec, out)
 
 
 def dequantize(
@@ -79,8 +74,8 @@ def dequantize(
     if size is not None and not kind.is_packed:
         raise InvalidProblem(f"size: expected None for {kind.value}, which is not packed, got {size}; leave it out")
     shape = unpacked_shape(q.shape, kind, size)
-    key = static_key(ElementKind.of(dtype, "dtype"), kind, kind.q_min, kind.q_max, scope)
-    return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, key, out, size)
+    spec = static_spec(ElementKind.of(dtype, "dtype"), scope, kind)
+    return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, spec, out, size)
 
 
 def fake_quantize(
@@ -103,11 +98,8 @@ def fake_quantize(
     x = as_tensor(x, "x")
     if not isinstance(grad_factor, float | int):
         raise InvalidProblem(f"grad_factor: expected a number, got {grad_factor!r}")
-    storage = fake_storage(q_min, q_max)
-    key = static_key(
-        ElementKind.of_tensor(x.dtype, "x"), storage, q_min, q_max, scope, member(Arithmetic, arithmetic, "arithmetic")
-    )
-    return _static(QuantizeKind.FAKE_QUANTIZE, x, x.shape, scale, zero_point, key, out, None, grad_factor)
+    spec = static_spec(x.dtype, scope, fake_storage(q_min, q_max), q_min, q_max, arithmetic)
+    return _static(QuantizeKind.FAKE_QUANTIZE, x, x.shape, scale, zero_point, spec, out, None, grad_factor)
 
 
 def dynamic_quantize(
@@ -129,8 +121,8 @@ def dynamic_quantize(
     and keeps its exact value; `scale_dtype` is what scales are stored as: f32, or x's own type.
     """
     x = as_tensor(x, "x").detach()
-    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
-    scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, key)
+    spec = dynamic_spec(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, spec)
     return Quantized(q, scale, zero_point)
 
 
@@ -148,8 +140,8 @@ def choose_qparams(
 ) -> tuple[Tensor, Tensor | None]:
     """The (scale, zero_point) `dynamic_quantize` would use, by the same options; zero_point is None when symmetric."""
     x = as_tensor(x, "x").detach()
-    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
-    scale, zero_point = _dynamic(QuantizeKind.CHOOSE_QPARAMS, x, key)
+    spec = dynamic_spec(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    scale, zero_point = _dynamic(QuantizeKind.CHOOSE_QPARAMS, x, spec)
     return scale, zero_point
 
 
@@ -167,9 +159,8 @@ def dynamic_fake_quantize(
 ) -> Tensor:
     """What `dynamic_quantize` would make of x, dequantized, in one pass and x's own type. It records no gradient."""
     x = as_tensor(x, "x").detach()
-    key = _key(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
-    require_scope(scope)
-    return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, key)[-1]
+    spec = dynamic_spec(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, spec)[-1]
 
 
 def quantized_linear(
@@ -200,11 +191,11 @@ def quantized_linear(
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
-    weight = _element_of(weight_q, weight_element)
-    key = _key(x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation)
+    weight = weight_q.dtype if weight_element is None else weight_element
+    spec = dynamic_spec(x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
     inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape))
-    return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, key, inputs, out_shape, out)
+    return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, spec, inputs, out_shape, out)
 
 
 def smoothquant_linear(
@@ -229,21 +220,16 @@ def smoothquant_linear(
     """
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x_q, weight_q)
-    kind = ElementKind.of_tensor(x_q.dtype, "x_q")
-    weight = ElementKind.of(_element_of(weight_q, weight_element), "weight_element")
     symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
-    mode = DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC
-    element, stored, act = ElementKind.of(dtype, "dtype"), ElementKind.F32, member(Activation, activation, "activation")
-    key = (
-        element, kind, kind.q_min, kind.q_max, PerTensor(), mode, Arithmetic.DIVIDE, stored, False, weight, act
-    )  # fmt: skip
+    weight = weight_q.dtype if weight_element is None else weight_element
+    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation)
     qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
     inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape))
-    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, key, inputs, out_shape, out)
+    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, spec, inputs, out_shape, out)
 
 
-# -- from what the caller gave to a plan, or to an operator where torch is watching ------------------------------
+# -- by the call's dispatch route: to a plan, or to torch's operator --------------------------------------------
 
 
 def _static(
@@ -252,43 +238,43 @@ def _static(
     shape: Shape,
     scale: Array | float,
     zero_point: Array | int | None,
-    key: Key,
+    spec: Spec,
     out: Tensor | None,
     size: int | None = None,
     grad_factor: float = 1.0,
 ) -> Tensor:
-    require_scope(key[4])
     learned = op is not QuantizeKind.QUANTIZE
-    if audience(x, scale, zero_point, out) == "nobody":
-        plan = cached_plan(x.device, op, shape, *key)
+    if route(x, scale, zero_point, out) == "plan":
+        plan = cached_plan(x.device, op, shape, spec)
         scale, zero_point = segment_values(plan.segment_shape, scale, zero_point, learned=learned)
         inputs = (x, scale, zero_point)
         result: Tensor = plan.compute(inputs)[0] if out is None else run(plan, (*inputs, out))[0]
         return result
-    scale, zero_point = segment_values(key[4].scale_shape(tuple(shape)), scale, zero_point, learned=learned, keep=True)
-    (result,) = compute(op, (x, scale, zero_point), shape, key, size, grad_factor)
+    scale, zero_point = segment_values(
+        spec.scope.scale_shape(tuple(shape)), scale, zero_point, learned=learned, keep=True
+    )
+    (result,) = compute(op, (x, scale, zero_point), shape, spec, size, grad_factor)
     return _into(out, result, op)
 
 
-def _dynamic(op: QuantizeKind, x: Tensor, key: Key) -> tuple[Any, ...]:
-    require_scope(key[4])
-    if audience(x) == "nobody":
-        return cached_plan(x.device, op, x.shape, *key).compute((x,))
-    scale, zero_point, *rest = OPERATORS[op]((x,), key)
-    return scale, None if key[5] is DynamicRangeMode.SYMMETRIC else zero_point, *rest
+def _dynamic(op: QuantizeKind, x: Tensor, spec: Spec) -> tuple[Any, ...]:
+    if route(x) == "plan":
+        return cached_plan(x.device, op, x.shape, spec).compute((x,))
+    scale, zero_point, *rest = OPERATORS[op]((x,), spec)
+    return scale, None if spec.mode is DynamicRangeMode.SYMMETRIC else zero_point, *rest
 
 
 def _linear(
-    op: QuantizeKind, shape: Shape, key: Key, inputs: tuple[Value, ...], out_shape: Shape, out: Tensor | None
+    op: QuantizeKind, shape: Shape, spec: Spec, inputs: tuple[Value, ...], out_shape: Shape, out: Tensor | None
 ) -> Tensor:
     if out is not None and (not isinstance(out, Tensor) or out.shape != out_shape):
         came = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
         raise InvalidProblem(f"{op.value}: out: expected shape {list(out_shape)}, got {came}")
-    if audience(*inputs, out) != "nobody":
-        return _into(out, compute(op, inputs, shape, key)[-1].reshape(out_shape), op)
+    if route(*inputs, out) != "plan":
+        return _into(out, compute(op, inputs, shape, spec)[-1].reshape(out_shape), op)
     x = inputs[0]
     assert isinstance(x, Tensor)
-    plan = cached_plan(x.device, op, shape, *key)
+    plan = cached_plan(x.device, op, shape, spec)
     if out is not None:
         plan.check_output(-1, out, out_shape)
     if out is None or not out.is_contiguous():
@@ -315,52 +301,6 @@ def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
     return out.copy_(result)
 
 
-def dynamic_key(
-    x: torch.dtype,
-    scope: Scope,
-    mode: DynamicRangeMode | str,
-    dtype: Element,
-    q_min: int | None,
-    q_max: int | None,
-    scale_dtype: Element | None,
-    include_zero: bool,
-    arithmetic: Arithmetic | str,
-    weight: Element = ElementKind.S8,
-    activation: Activation | str = Activation.NONE,
-) -> Key:
-    """The key of an op that finds its scales."""
-    element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
-    mode = member(DynamicRangeMode, mode, "mode")
-    low, high = dynamic_range(kind, mode, q_min, q_max)
-    stored = stored_scale_element(scale_dtype, element, "scale_dtype")
-    weight = ElementKind.of(weight, "weight_element")
-    arithmetic, activation = member(Arithmetic, arithmetic, "arithmetic"), member(Activation, activation, "activation")
-    return element, kind, low, high, scope, mode, arithmetic, stored, include_zero, weight, activation
-
-
-_remembered_key = lru_cache(maxsize=1024, typed=True)(dynamic_key)
-
-
-def _key(*given: Any) -> Key:
-    """A dynamic key, worked out once for what was given; what cannot be looked up says itself what is wrong with it."""
-    if not torch.compiler.is_dynamo_compiling():  # a tracer has no use for a cache, and says so
-        try:
-            return _remembered_key(*given)
-        except TypeError:
-            pass
-    return dynamic_key(*given)
-
-
-def dynamic_range(
-    kind: ElementKind, mode: DynamicRangeMode, q_min: int | None = None, q_max: int | None = None
-) -> tuple[int, int]:
-    """The full storage range, less the one value without a negative when a signed range is symmetric."""
-    high = kind.q_max if q_max is None else q_max
-    if q_min is not None:
-        return q_min, high
-    return (-kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min), high
-
-
 def _weights(
     n: int, weight_q: Tensor, weight_scale: Array | float, bias: Array | None, weight_sum: Array | None
 ) -> tuple[Value, ...]:
@@ -373,10 +313,6 @@ def _weights(
         None if bias is None else as_tensor(bias, "bias"),
         None if weight_sum is None else as_tensor(weight_sum, "weight_sum"),
     )
-
-
-def _element_of(weight_q: Tensor, element: Element | None) -> Element:
-    return weight_q.dtype if element is None else element
 
 
 def _residual(residual: Array | None, expected: Shape, shape: tuple[int, int, int]) -> Tensor | None:

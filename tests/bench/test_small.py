@@ -14,7 +14,8 @@ import torch
 pytest.importorskip("triton")
 
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 from bench import _gpu_small, gpu
 from bench._gpu_peers import formula

@@ -23,7 +23,8 @@ from baracuda import (
     QuantizeKind,
 )
 from baracuda.backends.registry import choose
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.core.types import MAX_ZERO_POINT
 
 F16, BF16, F32, F64 = FLOATS = [ElementKind[name] for name in ("F16", "BF16", "F32", "F64")]

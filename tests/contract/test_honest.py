@@ -37,7 +37,8 @@ from baracuda import (
 )
 from baracuda.backends.matrix import Cell, cells
 from baracuda.backends.registry import BACKENDS, candidates
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.core.types import OpCategory
 from cases import Case, assert_same_bits, operands
 

@@ -9,7 +9,8 @@ import torch
 
 import cases
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 
 

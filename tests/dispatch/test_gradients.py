@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 import baracuda
 from baracuda import Activation, Arithmetic, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind, Scope
-from baracuda.autograd import dequantize, quantize, unordered_sums
+from baracuda.autograd import dequantize, quantize
 from baracuda.core.types import FLOATS, ElementKind
+from baracuda.dispatch.gradients import unordered_sums
 
 SCOPES: list[Scope] = [PerTensor(), PerChannel(0), PerChannel(1), PerToken(), PerGroup(4), PerGroup(3, axis=0)]
 SHAPE = (6, 8)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import baracuda
 from baracuda import (
     Activation,
-    Arithmetic,
     DynamicRangeMode,
     ElementKind,
     PerChannel,
@@ -27,8 +26,10 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.core.problem import OPS, Problem
-from baracuda.dispatch.operators import OPERATORS, encode
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem, Spec
+from baracuda.dispatch.operators import OPERATORS
+from baracuda.dispatch.schema import encode
 from baracuda.nn import QuantizedLinear, SmoothQuantLinear
 
 BACKENDS = ["eager", "aot_eager", *(["inductor"] if shutil.which("g++") or shutil.which("clang++") else [])]
@@ -44,20 +45,9 @@ def arguments(
     scope = PerTensor() if gemm else scope
     fake = op.value.startswith("fake_quantize")
     kind = {ElementKind.S4: ElementKind.S8, ElementKind.U4: ElementKind.U8}.get(kind, kind) if fake or gemm else kind
-    key = (
-        ElementKind.F32,
-        kind,
-        kind.q_min,
-        kind.q_max,
-        scope,
-        mode,
-        Arithmetic.DIVIDE,
-        ElementKind.F32,
-        False,
-        ElementKind.S8,
-        Activation.GELU if gemm else Activation.NONE,
-    )
-    problem = Problem(op, shape, *key)
+    nonlinearity = Activation.GELU if gemm else Activation.NONE
+    spec = Spec(ElementKind.F32, kind, kind.q_min, kind.q_max, scope, mode, nonlinearity=nonlinearity)
+    problem = Problem.of(op, shape, spec)
     torch.manual_seed(0)
     given: list[Any] = []
     for operand in OPERATORS[op].inputs:
@@ -76,7 +66,7 @@ def arguments(
             info = torch.iinfo(element.dtype)
             value = torch.randint(info.min, info.max + 1, wanted, dtype=element.dtype)
         given.append(value)
-    return (*given, *encode(key), 8 if kind.is_packed else None, 1.0)
+    return (*given, *encode(spec), 8 if kind.is_packed else None, 1.0)
 
 
 @pytest.mark.parametrize("op", list(OPS), ids=lambda op: op.value)

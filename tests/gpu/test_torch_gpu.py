@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import baracuda
 from baracuda import BackendKind, PerChannel, PerGroup, PerTensor, PerToken, Scope
-from baracuda.core.problem import OPS
+from baracuda.core.optable import OPS
 from baracuda.dispatch.operators import OPERATORS
 from baracuda.nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
 from cases import LARGE_LAYOUTS, LAYOUTS

@@ -253,7 +253,6 @@ def test_a_gradient_goes_straight_through_to_an_input_of_any_strides_which_is_ne
     x = STRIDED[name](leaf * 1.0)
     before, alive = x.detach().clone(), weakref.ref(x)
     y = fake(x)
-    assert y.grad_fn.name().endswith("CopyBackwards"), "a copy of x onto itself, which would raise where x is expanded"
     (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     assert torch.equal(first, 2 * y) and torch.equal(x, before) and x._version == 0
     assert torch.equal(y, dynamic_fake_quantize(before))

@@ -18,7 +18,8 @@ from fake_cuda import Fake, build
 
 from baracuda import ElementKind, InvalidProblem, PerToken, QuantizeKind, WorkspaceTooSmall
 from baracuda.core.problem import Problem
-from baracuda.plans.checks import Checker, contiguous_strides
+from baracuda.core.strides import contiguous_strides
+from baracuda.plans.checks import Checker
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, operands
 

@@ -32,7 +32,8 @@ from baracuda import (
 )
 from baracuda.backends import registry
 from baracuda.backends.registry import NO_KERNEL, Kernel, Value
-from baracuda.core.problem import OPS, Operand, OpRow, Problem
+from baracuda.core.optable import OPS, Operand, OpRow
+from baracuda.core.problem import Problem
 from baracuda.core.scope import Shape, View
 
 NAMES = [

@@ -30,7 +30,8 @@ from baracuda import (
     Scope,
 )
 from baracuda.backends.registry import Value
-from baracuda.core.problem import OPS, Operand, Problem, fake_storage, scale_elements
+from baracuda.core.optable import OPS, Operand
+from baracuda.core.problem import Problem, fake_storage, scale_elements
 from baracuda.core.types import FLOATS, INTEGERS, MAX_ZERO_POINT, OpCategory
 from baracuda.plans.plan import SelectedPlan
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from baracuda import BackendKind, PlanPreference, QuantizeKind
 from baracuda.backends.registry import Value, kernels
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 from cases import assert_same_bits
 

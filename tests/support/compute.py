@@ -10,7 +10,8 @@ from torch import Tensor
 
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
 from baracuda.backends.registry import Value
-from baracuda.core.problem import OPS, Problem, fake_storage
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem, fake_storage
 from baracuda.plans.plan import SelectedPlan
 
 #: The reference, and whatever `select` would choose on this machine.

@@ -27,7 +27,8 @@ from baracuda import (
     Scope,
 )
 from baracuda.backends.nonlinearity import F32, F64
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT_LIMIT = 16776960

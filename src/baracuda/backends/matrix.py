@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.problem import OPS, Problem, scale_elements
+from ..core.optable import OPS
+from ..core.problem import Problem, scale_elements
 from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from ..core.types import (
     FLOATS,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..core.errors import Unsupported
-from ..core.problem import OPS, Problem, epilogue_formula
+from ..core.optable import OPS, epilogue_formula
+from ..core.problem import Problem
 from ..core.types import (
     BackendKind,
     ElementKind,

@@ -68,7 +68,7 @@ class ElementKind(_Member):
         return kind
 
     @classmethod
-    def of_tensor(cls, dtype: torch.dtype, name: str) -> ElementKind:
+    def of_tensor(cls, dtype: Element, name: str) -> ElementKind:
         """The kind of a tensor by its dtype."""
         kind = _KINDS.get(dtype)
         if kind is None:
@@ -79,6 +79,9 @@ class ElementKind(_Member):
     def __repr__(self) -> str:
         return f"ElementKind.{self.name}"
 
+
+#: How callers name an element kind.
+Element = ElementKind | torch.dtype | str
 
 _ATTRIBUTES: dict[ElementKind, tuple[torch.dtype, int, int, int, float, str]] = {
     ElementKind.F16: (torch.float16, 16, 0, 0, 2.0**-24, "float16"),
@@ -119,7 +122,7 @@ class OpCategory(_Member):
 
 
 class QuantizeKind(_Member):
-    """The operations of the family: one row each in `problem.OPS`."""
+    """The operations of the family: one row each in `optable.OPS`."""
 
     QUANTIZE = "quantize"
     DEQUANTIZE = "dequantize"

@@ -1,4 +1,4 @@
-"""From a problem to its results: a cached plan, fresh outputs, and strides the kernel takes."""
+"""The eager route: the spec of a call, its cached plan, and which calls may skip torch's dispatcher."""
 
 from __future__ import annotations
 
@@ -11,45 +11,15 @@ from torch.autograd import forward_ad
 
 from ..backends.registry import Value
 from ..core.errors import Unsupported
-from ..core.problem import Problem
-from ..core.scope import PerTensor, Scope, Shape
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
+from ..core.problem import Problem, Spec
+from ..core.scope import Shape
+from ..core.types import QuantizeKind
 from ..plans.plan import SelectedPlan
 
 
-@lru_cache(maxsize=4096, typed=True)  # 1.0 and True are unlawful where 1 is lawful
-def cached_plan(
-    device: torch.device,
-    op: QuantizeKind,
-    shape: Shape,
-    element: ElementKind,
-    quantized: ElementKind,
-    q_min: int,
-    q_max: int,
-    scope: Scope = PerTensor(),
-    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC,
-    arithmetic: Arithmetic = Arithmetic.DIVIDE,
-    scale_element: ElementKind = ElementKind.F32,
-    include_zero: bool = False,
-    weight: ElementKind = ElementKind.S8,
-    activation: Activation = Activation.NONE,
-) -> SelectedPlan:
-    problem = Problem(
-        op,
-        tuple(shape),
-        element,
-        quantized,
-        q_min,
-        q_max,
-        scope,
-        mode,
-        arithmetic,
-        scale_element,
-        include_zero,
-        weight,
-        activation,
-    )
-    return SelectedPlan(problem, device)
+@lru_cache(maxsize=4096)
+def cached_plan(device: torch.device, op: QuantizeKind, shape: Shape, spec: Spec) -> SelectedPlan:
+    return SelectedPlan(Problem.of(op, tuple(shape), spec), device)
 
 
 def run(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Any, ...]:
@@ -73,11 +43,15 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd, for ja
 _Parameter = torch.nn.Parameter
 
 
-def audience(*values: object) -> Literal["nobody", "autograd", "torch"]:
-    """Who needs to see a call on these values: "nobody", "autograd", or all of "torch".
+#: The dispatch route of a call: straight to its plan; recorded by autograd alone; through torch's dispatcher.
+Route = Literal["plan", "autograd", "torch"]
 
-    Tracers, modes, transforms and tensor subclasses need the operator. Plain tensors outside of all that do not: going
-    around the dispatcher cannot be told apart, and costs less than a small kernel.
+
+def route(*values: object) -> Route:
+    """The dispatch route of a call on these values.
+
+    Tracers, modes, transforms and tensor subclasses must see the operator, so such calls go through torch's dispatcher.
+    Other calls skip it: no one can observe the difference, and the dispatcher takes longer than a small kernel.
     """
     if _is_traced():
         return "torch"
@@ -86,12 +60,12 @@ def audience(*values: object) -> Literal["nobody", "autograd", "torch"]:
         return "torch"
     if _dispatch_modes() or _function_modes() or transform_level() is not None:
         return "torch"
-    found: Literal["nobody", "autograd"] = "nobody"
+    found: Literal["plan", "autograd"] = "plan"
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is _Parameter:
             # The first value says where the call runs; meta among the others is a mix of devices, which a plan refuses.
-            # A minus that torch has put off is not in the memory: the dispatcher makes up for it.
+            # A view with the negative bit set has not been negated in memory; the dispatcher negates it.
             if (value is values[0] and value.is_meta) or value.is_neg() or _is_batched(value):  # type: ignore[attr-defined, arg-type]
                 return "torch"
             if value.requires_grad and _is_grad_enabled():  # type: ignore[attr-defined]
@@ -102,7 +76,7 @@ def audience(*values: object) -> Literal["nobody", "autograd", "torch"]:
 
 
 def _refuse_tangents(values: tuple[object, ...]) -> None:
-    """An operator without a forward derivative would answer with none, which reads as zero."""
+    """The operators have no forward-mode derivative: torch would return no tangent, which reads as zero."""
     for value in values:
         if isinstance(value, Tensor) and forward_ad.unpack_dual(value).tangent is not None:  # type: ignore[no-untyped-call]
             raise Unsupported("forward-mode differentiation is not supported; use reverse mode, such as torch.func.vjp")

@@ -1,14 +1,13 @@
 """The `baracuda::` operators of torch: schema, fake and implementation of each derived from its row of the op table.
 
 An operator takes the row's inputs (an operand that may be a number is two arguments, a tensor and a number), then the
-problem in plain values, and returns the row's outputs. Its shape is that of its tensors, so it traces symbolically.
+spec in plain values, and returns the row's outputs. The problem's shape is that of its tensors, so tracing keeps sizes
+symbolic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,76 +15,19 @@ from torch import Tensor
 
 from ..backends.registry import Value
 from ..core.errors import InvalidProblem
-from ..core.problem import OPS, Operand, Problem
-from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from ..core.types import MAX_ZERO_POINT, Activation, Arithmetic, DynamicRangeMode, ElementKind, OpCategory, QuantizeKind
+from ..core.optable import OPS, Operand
+from ..core.problem import Problem, Spec
+from ..core.scope import Shape
+from ..core.types import MAX_ZERO_POINT, ElementKind, OpCategory, QuantizeKind
+from . import schema
 from .eager import cached_plan
 
-#: The fields of a Problem behind its op and shape: element, quantized, q_min, q_max, scope, and so on.
-Key = tuple[Any, ...]
-
-_FIELDS = (
-    "str element, str quantized, int q_min, int q_max, str scope, int axis, int group_size, str mode, "
-    "str arithmetic, str scale_element, bool include_zero, str weight, str epilogue, SymInt? size, float grad_factor"
-)
-_FIELD_COUNT = 15
+#: Arguments of every operator behind those of its inputs and its spec: the last axis of what is packed, and what the
+#: gradients of learned scales and zero points are multiplied by.
+_FURTHER = ("SymInt? size", "float grad_factor")
 #: Numbers that are not a tracer's.
 _PLAIN_NUMBERS = (bool, int, float)
-_LIBRARY = torch.library.Library("baracuda", "DEF")  # type: ignore[no-untyped-call]
-
-
-def encode(key: Key) -> tuple[Any, ...]:
-    """A key in the types of a schema."""
-    element, quantized, q_min, q_max, scope, mode, arithmetic, scale_element, include_zero, weight, activation = key
-    axis = getattr(scope, "axis", 0)
-    size = scope.size if isinstance(scope, PerGroup) else 0
-    return (
-        element.value,
-        quantized.value,
-        q_min,
-        q_max,
-        scope.name,
-        axis,
-        size,
-        mode.value,
-        arithmetic.value,
-        scale_element.value,
-        include_zero,
-        weight.value,
-        activation.value,
-    )
-
-
-@lru_cache(maxsize=1024, typed=True)
-def decode(values: tuple[Any, ...]) -> Key:
-    """Undo `encode`."""
-    element, quantized, q_min, q_max, scope, axis, size, *rest = values
-    mode, arithmetic, scale_element, include_zero, weight, activation = rest
-    return (
-        ElementKind.of(element),
-        ElementKind.of(quantized),
-        q_min,
-        q_max,
-        _scope(scope, axis, size),
-        DynamicRangeMode(mode),
-        Arithmetic(arithmetic),
-        ElementKind.of(scale_element),
-        include_zero,
-        ElementKind.of(weight),
-        Activation(activation),
-    )
-
-
-def _scope(name: str, axis: int, size: int) -> Scope:
-    if name == PerTensor.name:
-        return PerTensor()
-    if name == PerChannel.name:
-        return PerChannel(axis)
-    if name == PerToken.name:
-        return PerToken()
-    if name == PerGroup.name:
-        return PerGroup(size, axis)
-    raise InvalidProblem(f"scope: expected tensor, channel, token or group, got {name!r}")
+LIBRARY = torch.library.Library("baracuda", "DEF")  # type: ignore[no-untyped-call]
 
 
 class Operator:
@@ -110,24 +52,24 @@ class Operator:
         self.name = f"baracuda::{op.value}"
         self.call: Callable[..., Any] = _undefined
 
-    def schema(self) -> str:
+    def declaration(self) -> str:
         declared = ", ".join(f"{kind} {name}" for operand in self.inputs for name, kind in _arguments(operand))
         returns = ", ".join(["Tensor"] * len(self.outputs))
-        return f"{self.op.value}({declared}, {_FIELDS}) -> ({returns})"
+        return f"{self.op.value}({', '.join([declared, schema.DECLARED, *_FURTHER])}) -> ({returns})"
 
     def define(self) -> None:
-        _LIBRARY.define(self.schema(), tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        LIBRARY.define(self.declaration(), tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         for device in ("CPU", "CUDA"):
-            _LIBRARY.impl(self.op.value, self.implementation, device)  # type: ignore[no-untyped-call]
-        torch.library.register_fake(self.name, self.fake, lib=_LIBRARY)
+            LIBRARY.impl(self.op.value, self.implementation, device)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(self.name, self.fake, lib=LIBRARY)
         self.call = getattr(torch.ops.baracuda, self.op.value).default
 
     def __call__(
-        self, inputs: tuple[Value, ...], key: Key, size: int | None = None, grad_factor: float = 1.0
+        self, inputs: tuple[Value, ...], spec: Spec, size: int | None = None, grad_factor: float = 1.0
     ) -> tuple[Tensor, ...]:
         """Through torch's dispatcher, whatever the tensors are."""
         if not torch.compiler.is_compiling():
-            self._require_numbers(inputs, key)
+            self._require_numbers(inputs, spec)
         arguments: list[Any] = []
         for operand, value in zip(self.inputs, inputs, strict=True):
             if operand.number is None:
@@ -135,19 +77,19 @@ class Operator:
             else:
                 tensor = isinstance(value, Tensor)
                 arguments += [value, None] if tensor else [None, value]
-        result = self.call(*arguments, *encode(key), size, grad_factor)
+        result = self.call(*arguments, *schema.encode(spec), size, grad_factor)
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
-    def _require_numbers(self, inputs: tuple[Value, ...], key: Key) -> None:
+    def _require_numbers(self, inputs: tuple[Value, ...], spec: Spec) -> None:
         """What a plan asks of numbers. The dispatcher would take True for one, or refuse in words of its own."""
         for operand, value in zip(self.inputs, inputs, strict=True):
             if operand.number is not None and type(value) in _PLAIN_NUMBERS:
-                operand.number(_symbolic(self.op, (), key)).require(operand.name, value)
+                operand.number(Problem.unchecked(self.op, (), spec)).require(operand.name, value)
 
     def implementation(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
-        inputs, key, size, _ = self.unflatten(args)
+        inputs, spec, size, _ = self.unflatten(args)
         like = _device_of(inputs)
-        plan = cached_plan(like, self.op, tuple(self.shape(inputs, key, size)), *key)
+        plan = cached_plan(like, self.op, tuple(self.shape(inputs, spec, size)), spec)
         computed = plan.compute(self.with_integers(inputs))
         if len(self.returned) == 1:
             only: Tensor = computed[self.returned[0]]
@@ -161,8 +103,8 @@ class Operator:
         )
 
     def fake(self, *args: Any) -> Tensor | tuple[Tensor, ...]:
-        inputs, key, size, _ = self.unflatten(args)
-        problem = _symbolic(self.op, tuple(self.shape(inputs, key, size)), key)
+        inputs, spec, size, _ = self.unflatten(args)
+        problem = Problem.unchecked(self.op, tuple(self.shape(inputs, spec, size)), spec)
         results = [
             torch.empty(operand.shape(problem), dtype=operand.elements(problem)[0].dtype, device=_device_of(inputs))
             for operand in self.outputs
@@ -174,18 +116,19 @@ class Operator:
         i = self.zero_point
         return inputs if i is None else (*inputs[:i], rounded(inputs[i]), *inputs[i + 1 :])
 
-    def unflatten(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Key, int | None, float]:
+    def unflatten(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Spec, int | None, float]:
         """What `__call__` was given."""
-        inputs, encoded, (size, grad_factor) = args[:-_FIELD_COUNT], args[-_FIELD_COUNT:-2], args[-2:]
+        own = len(args) - schema.COUNT - len(_FURTHER)
+        inputs, encoded, (size, grad_factor) = args[:own], args[own : -len(_FURTHER)], args[-len(_FURTHER) :]
         if len(inputs) > len(self.inputs):
             values = iter(inputs)
             inputs = tuple(
                 next(values) if operand.number is None else _either(next(values), next(values))
                 for operand in self.inputs
             )
-        return inputs, decode(encoded), size, grad_factor
+        return inputs, schema.decode(*encoded), size, grad_factor
 
-    def shape(self, inputs: tuple[Any, ...], key: Key, size: int | None) -> Shape:
+    def shape(self, inputs: tuple[Any, ...], spec: Spec, size: int | None) -> Shape:
         """The problem's shape as the tensors tell it; `size` is the last axis of packed ones."""
         whole: Shape = inputs[self.whole].shape
         if self.row.category is OpCategory.GEMM:
@@ -193,7 +136,7 @@ class Operator:
                 value for operand, value in zip(self.inputs, inputs, strict=True) if operand.name == "weight_q"
             )
             return whole[0], weight.shape[0], whole[1]
-        return unpacked_shape(whole, key[1], size) if self.op is QuantizeKind.DEQUANTIZE else whole
+        return unpacked_shape(whole, spec.quantized, size) if self.op is QuantizeKind.DEQUANTIZE else whole
 
 
 def unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:
@@ -227,14 +170,6 @@ def rounded(zero_point: Value) -> Value:
 def _device_of(inputs: tuple[Any, ...]) -> torch.device:
     device: torch.device = next(value.device for value in inputs if isinstance(value, Tensor))
     return device
-
-
-def _symbolic(op: QuantizeKind, shape: Shape, key: Key) -> Problem:
-    """A Problem whose sizes may be symbols: its shape rules work, its checks, which want integers, have not run."""
-    problem = object.__new__(Problem)
-    for field, value in zip(fields(Problem), (op, shape, *key), strict=True):
-        object.__setattr__(problem, field.name, value)
-    return problem
 
 
 def _undefined(*args: Any) -> Any:

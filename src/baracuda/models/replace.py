@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported
 from ..core.patterns import flaw, matches
-from ..core.types import DynamicRangeMode, ElementKind, member
+from ..core.types import DynamicRangeMode, Element, ElementKind, member
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from ..nn.linear import require_linear
-from ..plans.descriptors import Element
 
 #: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
 #: expression that matches from the start.

@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..autograd import straight_through
 from ..core.errors import InvalidProblem
+from ..core.problem import dynamic_range
 from ..core.scope import PerTensor, PerToken, Scope, Shape
-from ..core.types import Arithmetic, DynamicRangeMode, ElementKind, member
-from ..dispatch.eager import audience
-from ..functional import choose_qparams, dynamic_fake_quantize, dynamic_range, fake_quantize
-from ..plans.descriptors import Element
+from ..core.types import Arithmetic, DynamicRangeMode, Element, ElementKind, member
+from ..dispatch.eager import route
+from ..functional import choose_qparams, dynamic_fake_quantize, fake_quantize
 from .linear import autocast_dtype
 from .observers import MinMax, Observer
 from .rounding import Rounding
@@ -112,10 +112,10 @@ class FakeQuantize(nn.Module):
 
     def _ready_for(self, x: Tensor) -> Rounding | None:
         """What a call does to plain tensors like x, worked out anew after any change of the settings."""
-        watching = audience(x)
-        if watching == "torch" or not self.enabled:
+        taken = route(x)
+        if taken == "torch" or not self.enabled:
             return None
-        ready, recorded = self._rounding, watching == "autograd"
+        ready, recorded = self._rounding, taken == "autograd"
         dtype = autocast_dtype(x) if self.as_operand else x.dtype
         if ready is None or ready.dtype is not dtype or ready.recorded is not recorded or not ready.suits(x):
             ready = self.__dict__["_rounding"] = Rounding(self, x, dtype, recorded)

@@ -12,19 +12,18 @@ from torch.nn import functional
 from ..autograd import straight_through
 from ..core.arrays import as_tensor
 from ..core.errors import InvalidProblem, Unsupported
-from ..core.problem import Numbers, Problem, activation_zero_point_numbers, packed_shape, scale_numbers
+from ..core.optable import Numbers, activation_zero_point_numbers, packed_shape, scale_numbers
+from ..core.problem import Problem, dynamic_range
 from ..core.scope import PerChannel
-from ..core.types import FLOATS, DynamicRangeMode, ElementKind, QuantizeKind, member
+from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
 from ..functional import (
     choose_qparams,
     dequantize,
-    dynamic_range,
     fake_quantize,
     quantize,
     quantized_linear,
     smoothquant_linear,
 )
-from ..plans.descriptors import Element
 from .row_sums import RowSums
 
 

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..core.problem import dynamic_range
 from ..core.scope import PerChannel, PerTensor, PerToken
-from ..core.types import DynamicRangeMode, ElementKind
-from ..functional import dynamic_range
-from ..plans.descriptors import Element
+from ..core.types import DynamicRangeMode, Element, ElementKind
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear, under_autocast
 from .observers import MovingAverage, Observer

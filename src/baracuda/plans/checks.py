@@ -7,35 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
 
 import torch
 from torch import Tensor
 
 from ..backends.registry import Strides, Value
 from ..core.errors import InvalidProblem
-from ..core.problem import OPS, Numbers, Problem, needed
+from ..core.host import DLPACK_DEVICES, DLPACK_DTYPES, MISSING
+from ..core.optable import OPS, Numbers, needed
+from ..core.problem import Problem
 from ..core.scope import Shape
+from ..core.strides import extent, overlaps_itself, row_stride
 
-try:
+if MISSING is None:
     from .. import _host
-except ImportError as error:
-    MISSING: str | None = f"the compiled module baracuda._host is missing ({error}): pip install ."
-else:
-    MISSING = None
-
-#: dtypes as DLPack writes them: a code and a number of bits.
-DLPACK_DTYPES = {
-    torch.float16: (2, 16),
-    torch.bfloat16: (4, 16),
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.int8: (0, 8),
-    torch.uint8: (1, 8),
-    torch.int32: (0, 32),
-}
-_DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +75,9 @@ class Checker:
         #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
         self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
         self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
-        if MISSING is None and device.type in _DLPACK_DEVICES:
+        if MISSING is None and device.type in DLPACK_DEVICES:
             rules = [expected.native() for expected in self.expected]
-            native = _host.Checker(rules, _DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
+            native = _host.Checker(rules, DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
             self.fits, self.holds = native.fits, native.holds
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
@@ -189,7 +174,7 @@ class Checker:
         self._check_own_memory(value, expected)
 
     def check_signs(self, operands: tuple[Value, ...]) -> None:
-        """Raises for a tensor whose minus torch has put off: it is not in the memory, which kernels read."""
+        """Raises for a view with the negative bit set: it has not been negated in memory, which kernels read."""
         for value in operands:
             if type(value) is Tensor and value.is_neg():
                 name = next(e.name for v, e in zip(operands, self.expected, strict=True) if v is value)
@@ -204,7 +189,7 @@ class Checker:
         for value, expected in zip(operands, self.expected, strict=True):
             if not isinstance(value, Tensor) or value.data_ptr() >= start + workspace.nbytes:
                 continue
-            if start < value.data_ptr() + _extent(value):
+            if start < value.data_ptr() + extent(value):
                 raise InvalidProblem(
                     f"{self.problem.op.value}: the workspace overlaps {expected.name} in memory; "
                     "give it memory of its own"
@@ -213,12 +198,12 @@ class Checker:
     def _check_overlap(self, operands: tuple[Value, ...], i: int, out: Tensor, contiguous: bool) -> None:
         """An output may be one of the inputs of an elementwise op, and otherwise shares memory with nothing."""
         start = out.data_ptr()
-        end = start + (out.nbytes if contiguous else _extent(out))
+        end = start + (out.nbytes if contiguous else extent(out))
         for j, other in enumerate(operands):
             if i == j or type(other) in _NO_MEMORY or not isinstance(other, Tensor):
                 continue
             other_start = other.data_ptr()
-            if other_start >= end or start >= other_start + (other.nbytes if contiguous else _extent(other)):
+            if other_start >= end or start >= other_start + (other.nbytes if contiguous else extent(other)):
                 continue
             alike = other.dtype == out.dtype and other.stride() == out.stride() and other.shape == out.shape
             if not (self.elementwise and other_start == start and alike):
@@ -239,47 +224,6 @@ def _address(value: Tensor) -> int:
 def _perhaps(*_: object) -> bool:
     """The quick answer where there is none."""
     return False
-
-
-def overlaps_itself(value: Tensor) -> bool:
-    """Whether two elements may share an address: an axis steps no further than the shorter-stepping axes reach."""
-    reach = 0
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1:
-            if stride <= reach:
-                return True
-            reach += stride * (size - 1)
-    return False
-
-
-def contiguous_strides(shape: Shape) -> Shape:
-    """The strides torch gives to a contiguous tensor, an empty one included."""
-    return tuple(accumulate((max(size, 1) for size in shape[:0:-1]), mul, initial=1))[::-1] if shape else ()
-
-
-def row_stride(value: Tensor) -> int | None:
-    """The distance between the rows of a tensor whose last axis is dense and whose rows are evenly spaced, or None."""
-    shape, strides = value.shape, value.stride()
-    if not shape or (strides[-1] != 1 and shape[-1] > 1):
-        return None
-    expected: int | None = None
-    for size, stride in zip(reversed(shape[:-1]), reversed(strides[:-1]), strict=True):
-        if size == 1:
-            continue
-        if expected is not None and stride != expected:
-            return None
-        if expected is None:
-            row = stride
-        expected = stride * size
-    return shape[-1] if expected is None else row
-
-
-def _extent(value: Tensor) -> int:
-    """The bytes from the first element to behind the last."""
-    if value.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (last + 1) * value.element_size()
 
 
 def _describe(expected: _Expected) -> str:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-import torch
 from torch import Tensor
 
 from ..core.errors import InvalidProblem
-from ..core.problem import Problem, activation_zero_point_numbers, fake_storage, scale_elements, scale_numbers
+from ..core.optable import activation_zero_point_numbers, scale_numbers
+from ..core.problem import Problem, fake_storage, stored_scale_element
 from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind, member
-
-Element = ElementKind | torch.dtype | str
+from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
 
 # -- descriptors: which elements share a scale ... ---------------------------------------------------------------
 
@@ -252,43 +250,21 @@ class SmoothQuantLinearDescriptor:
 
     def problem(self, op: QuantizeKind) -> Problem:
         member(Arithmetic, self.arithmetic, "arithmetic")
-        problem = smoothquant_problem(
+        kind = ElementKind.of(self.activation_element, "activation_element")
+        problem = Problem(
+            op,
             (self.m, self.n, self.k),
             ElementKind.of(self.output_element, "output_element"),
-            ElementKind.of(self.activation_element, "activation_element"),
-            ElementKind.of(self.weight_element, "weight_element"),
-            symmetric=self.act_zero_point == 0,
-            activation=member(Activation, self.activation, "activation"),
+            kind,
+            kind.q_min,
+            kind.q_max,
+            mode=DynamicRangeMode.SYMMETRIC if self.act_zero_point == 0 else DynamicRangeMode.ASYMMETRIC,
+            weight=ElementKind.of(self.weight_element, "weight_element"),
+            nonlinearity=member(Activation, self.activation, "activation"),
         )
         scale_numbers(problem).require("act_scale", self.act_scale)
         activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
         return problem
-
-
-def stored_scale_element(requested: Element | None, element: ElementKind, name: str = "scale_element") -> ElementKind:
-    return scale_elements(element)[0] if requested is None else ElementKind.of(requested, name)
-
-
-def smoothquant_problem(
-    shape: Shape,
-    element: ElementKind,
-    quantized: ElementKind,
-    weight: ElementKind,
-    *,
-    symmetric: bool,
-    activation: Activation = Activation.NONE,
-) -> Problem:
-    return Problem(
-        QuantizeKind.SMOOTHQUANT_LINEAR,
-        shape,
-        element,
-        quantized,
-        quantized.q_min,
-        quantized.q_max,
-        mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
-        weight=weight,
-        nonlinearity=activation,
-    )
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------

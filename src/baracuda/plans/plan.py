@@ -15,10 +15,12 @@ from torch.autograd.graph import increment_version
 from ..backends.registry import Value, choose, contract
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from ..core.memory import LARGE, on_huge_pages
-from ..core.problem import OPS, Problem, needed
+from ..core.optable import OPS, needed
+from ..core.problem import Problem
 from ..core.scope import Shape
+from ..core.strides import contiguous_strides, row_stride
 from ..core.types import ElementKind, KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
-from .checks import Checker, contiguous_strides, row_stride
+from .checks import Checker
 
 #: Where a workspace must start; torch's own allocations always do.
 WORKSPACE_ALIGNMENT = 16

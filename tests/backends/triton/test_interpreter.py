@@ -27,7 +27,8 @@ from baracuda import (
     Scope,
 )
 from baracuda.backends.triton.elementwise import tune
-from baracuda.core.problem import OPS, Problem
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, Case, assert_same_bits, is_linear, run
 

@@ -15,7 +15,8 @@ from fake_cuda import Fake, build
 
 from baracuda import Activation, DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
 from baracuda.backends.registry import Kernel
-from baracuda.core.problem import OPS, Problem, needed
+from baracuda.core.optable import OPS, needed
+from baracuda.core.problem import Problem
 
 pytest.importorskip("triton")
 _host = pytest.importorskip("baracuda._host", reason="the compiled module is missing")

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ... import _cpu
-from ...core.problem import OPS, Problem
+from ...core.optable import OPS
+from ...core.problem import Problem
+from ...core.strides import row_stride
 from ...core.types import FLOATS, INTEGERS, Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
-from ...plans.checks import row_stride
 from ..registry import Launch, Value
 
 #: The codes of the compiled side, in its order.

@@ -10,9 +10,9 @@ from importlib.util import find_spec
 
 import torch
 
+from ...core.host import MISSING
 from ...core.problem import Problem
 from ...core.types import BackendKind, QuantizeKind
-from ...plans.checks import MISSING
 from ..registry import Kernel, Launch
 from .linear.launch import KERNELS as LINEAR
 

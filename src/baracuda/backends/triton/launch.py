@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ...core.errors import Unsupported
-from ...plans.checks import DLPACK_DTYPES
+from ...core.host import DLPACK_DTYPES
 from ..registry import Launch, Value
 from .numerics.conversions import INTERPRETED
 from .sources import Source, pick, split

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ....core.problem import OPS, Problem
+from ....core.optable import OPS
+from ....core.problem import Problem
 from ....core.types import Arithmetic, ElementKind, QuantizeKind
 from ...registry import Launch
 from ..launch import Build, Step

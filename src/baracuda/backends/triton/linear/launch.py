@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ....core.errors import Unsupported
-from ....core.problem import Problem, activation_problem, epilogue_formula
+from ....core.optable import epilogue_formula
+from ....core.problem import Problem, activation_problem
 from ....core.types import Arithmetic, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
 from ...registry import Kernel, Launch, Value, choose
 from ..elementwise.tune import processors_of

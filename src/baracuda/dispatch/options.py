@@ -1,0 +1,99 @@
+"""From the options of a call to its Spec, worked out once for the same options."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec
+
+import torch
+
+from ..core.problem import Spec, dynamic_range, stored_scale_element
+from ..core.scope import PerTensor, Scope
+from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, member
+
+P = ParamSpec("P")
+
+
+def remembered(build: Callable[P, Spec]) -> Callable[P, Spec]:
+    """`build` with a cache in front: most calls of a program have options that came before."""
+    cached = lru_cache(maxsize=1024, typed=True)(build)  # typed: 1.0 and True are errors where 1 is not
+    is_traced = torch.compiler.is_dynamo_compiling
+
+    @wraps(build)
+    def spec(*options: P.args, **named: P.kwargs) -> Spec:
+        if not is_traced():  # torch.compile warns of caches
+            try:
+                return cached(*options, **named)  # type: ignore[arg-type]
+            except TypeError:  # an option that has no hash: `build` says what is wrong with it
+                pass
+        return build(*options, **named)
+
+    return spec
+
+
+@remembered
+def static_spec(
+    x: Element,
+    scope: Scope,
+    dtype: Element,
+    q_min: int | None = None,
+    q_max: int | None = None,
+    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+) -> Spec:
+    """The spec of an op whose scale is given; the range is that of the integer type unless told otherwise."""
+    element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
+    low, high = kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
+    return Spec(element, kind, low, high, scope, arithmetic=member(Arithmetic, arithmetic, "arithmetic"))
+
+
+@remembered
+def dynamic_spec(
+    x: Element,
+    scope: Scope,
+    mode: DynamicRangeMode | str,
+    dtype: Element,
+    q_min: int | None,
+    q_max: int | None,
+    scale_dtype: Element | None,
+    include_zero: bool,
+    arithmetic: Arithmetic | str,
+    weight: Element = ElementKind.S8,
+    activation: Activation | str = Activation.NONE,
+) -> Spec:
+    """The spec of an op that finds its scales."""
+    element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
+    mode = member(DynamicRangeMode, mode, "mode")
+    low, high = dynamic_range(kind, mode, q_min, q_max)
+    return Spec(
+        element,
+        kind,
+        low,
+        high,
+        scope,
+        mode=mode,
+        arithmetic=member(Arithmetic, arithmetic, "arithmetic"),
+        scale_element=stored_scale_element(scale_dtype, element, "scale_dtype"),
+        include_zero=include_zero,
+        weight=ElementKind.of(weight, "weight_element"),
+        nonlinearity=member(Activation, activation, "activation"),
+    )
+
+
+@remembered
+def static_linear_spec(
+    x_q: torch.dtype, dtype: Element, symmetric: bool, weight: Element, activation: Activation | str
+) -> Spec:
+    """The spec of a linear whose activations are quantized already."""
+    kind = ElementKind.of_tensor(x_q, "x_q")
+    weight = ElementKind.of(weight, "weight_element")
+    return Spec(
+        ElementKind.of(dtype, "dtype"),
+        kind,
+        kind.q_min,
+        kind.q_max,
+        PerTensor(),  # torch.compile cannot trace an object that is a default
+        mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
+        weight=weight,
+        nonlinearity=member(Activation, activation, "activation"),
+    )
