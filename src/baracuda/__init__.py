@@ -1,113 +1,32 @@
 """baracuda: quantization kernels behind plans, the same bits on every backend."""
 
+# ruff: noqa: F403
+
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
-from .core.packing import pack_int4, unpack_int4
-from .core.scope import DynamicRangeScope, PerChannel, PerGroup, PerTensor, PerToken, Scope
-from .core.types import (
-    Activation,
-    Arithmetic,
-    BackendKind,
-    DynamicRangeMode,
-    ElementKind,
-    KernelSku,
-    MathPrecision,
-    OpCategory,
-    PlanPreference,
-    PrecisionGuarantee,
-    QuantizeKind,
-    Support,
-)
-from .functional import (
-    Quantized,
-    choose_qparams,
-    dequantize,
-    dynamic_fake_quantize,
-    dynamic_quantize,
-    fake_quantize,
-    quantize,
-    quantized_linear,
-    smoothquant_linear,
-)
-from .plans.declarations import (
-    DequantizePerChannelBackwardPlan,
-    DequantizePerChannelPlan,
-    DequantizePerGroupBackwardPlan,
-    DequantizePerGroupPlan,
-    DequantizePerTensorBackwardPlan,
-    DequantizePerTensorPlan,
-    DequantizePerTokenBackwardPlan,
-    DequantizePerTokenPlan,
-    DynamicRangeQuantizePlan,
-    FakeQuantizeBackwardPlan,
-    FakeQuantizePlan,
-    QuantizedLinearPlan,
-    QuantizePerChannelBackwardPlan,
-    QuantizePerChannelPlan,
-    QuantizePerGroupBackwardPlan,
-    QuantizePerGroupPlan,
-    QuantizePerTensorBackwardPlan,
-    QuantizePerTensorPlan,
-    QuantizePerTokenBackwardPlan,
-    QuantizePerTokenPlan,
-    SmoothQuantLinearPlan,
-)
-from .plans.descriptors import (
-    BackwardArgs,
-    DequantizePerChannelArgs,
-    DequantizePerChannelBackwardArgs,
-    DequantizePerChannelBackwardDescriptor,
-    DequantizePerChannelDescriptor,
-    DequantizePerGroupArgs,
-    DequantizePerGroupBackwardArgs,
-    DequantizePerGroupBackwardDescriptor,
-    DequantizePerGroupDescriptor,
-    DequantizePerTensorArgs,
-    DequantizePerTensorBackwardArgs,
-    DequantizePerTensorBackwardDescriptor,
-    DequantizePerTensorDescriptor,
-    DequantizePerTokenArgs,
-    DequantizePerTokenBackwardArgs,
-    DequantizePerTokenBackwardDescriptor,
-    DequantizePerTokenDescriptor,
-    DynamicRangeQuantizeArgs,
-    DynamicRangeQuantizeDescriptor,
-    FakeQuantizeArgs,
-    FakeQuantizeBackwardArgs,
-    FakeQuantizeBackwardDescriptor,
-    FakeQuantizeDescriptor,
-    QuantizeArgs,
-    QuantizedLinearArgs,
-    QuantizedLinearDescriptor,
-    QuantizePerChannelArgs,
-    QuantizePerChannelBackwardArgs,
-    QuantizePerChannelBackwardDescriptor,
-    QuantizePerChannelDescriptor,
-    QuantizePerGroupArgs,
-    QuantizePerGroupBackwardArgs,
-    QuantizePerGroupBackwardDescriptor,
-    QuantizePerGroupDescriptor,
-    QuantizePerTensorArgs,
-    QuantizePerTensorBackwardArgs,
-    QuantizePerTensorBackwardDescriptor,
-    QuantizePerTensorDescriptor,
-    QuantizePerTokenArgs,
-    QuantizePerTokenBackwardArgs,
-    QuantizePerTokenBackwardDescriptor,
-    QuantizePerTokenDescriptor,
-    SmoothQuantLinearArgs,
-    SmoothQuantLinearDescriptor,
-)
-from .plans.plan import Plan
+from . import functional as _functional
+from .core import errors as _errors
+from .core import packing as _packing
+from .core import scope as _scope
+from .core import types as _types
+from .core.errors import *
+from .core.packing import *
+from .core.scope import *
+from .core.types import *
+from .functional import *
+from .plans import names as _plans
+from .plans.names import *
 
 if TYPE_CHECKING:
-    from . import autograd, flow, nn, parallel
-    from .flow.hf.load import load
-    from .models.replace import LinearScheme, Report, convert, prepare_qat, quantize_model
+    from . import autograd as autograd
+    from . import flow as flow
+    from . import nn as nn
+    from . import parallel as parallel
+    from .flow.hf.load import load as load
+    from .models import *
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.
 _LAZY = {
@@ -125,118 +44,10 @@ _LAZY = {
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Activation",
-    "Arithmetic",
-    "BackendKind",
-    "BackwardArgs",
-    "BaracudaError",
-    "DequantizePerChannelArgs",
-    "DequantizePerChannelBackwardArgs",
-    "DequantizePerChannelBackwardDescriptor",
-    "DequantizePerChannelBackwardPlan",
-    "DequantizePerChannelDescriptor",
-    "DequantizePerChannelPlan",
-    "DequantizePerGroupArgs",
-    "DequantizePerGroupBackwardArgs",
-    "DequantizePerGroupBackwardDescriptor",
-    "DequantizePerGroupBackwardPlan",
-    "DequantizePerGroupDescriptor",
-    "DequantizePerGroupPlan",
-    "DequantizePerTensorArgs",
-    "DequantizePerTensorBackwardArgs",
-    "DequantizePerTensorBackwardDescriptor",
-    "DequantizePerTensorBackwardPlan",
-    "DequantizePerTensorDescriptor",
-    "DequantizePerTensorPlan",
-    "DequantizePerTokenArgs",
-    "DequantizePerTokenBackwardArgs",
-    "DequantizePerTokenBackwardDescriptor",
-    "DequantizePerTokenBackwardPlan",
-    "DequantizePerTokenDescriptor",
-    "DequantizePerTokenPlan",
-    "DynamicRangeMode",
-    "DynamicRangeQuantizeArgs",
-    "DynamicRangeQuantizeDescriptor",
-    "DynamicRangeQuantizePlan",
-    "DynamicRangeScope",
-    "ElementKind",
-    "FakeQuantizeArgs",
-    "FakeQuantizeBackwardArgs",
-    "FakeQuantizeBackwardDescriptor",
-    "FakeQuantizeBackwardPlan",
-    "FakeQuantizeDescriptor",
-    "FakeQuantizePlan",
-    "InvalidProblem",
-    "KernelSku",
-    "LinearScheme",
-    "MathPrecision",
-    "OpCategory",
-    "PerChannel",
-    "PerGroup",
-    "PerTensor",
-    "PerToken",
-    "Plan",
-    "PlanPreference",
-    "PrecisionGuarantee",
-    "QuantizeArgs",
-    "QuantizeKind",
-    "QuantizePerChannelArgs",
-    "QuantizePerChannelBackwardArgs",
-    "QuantizePerChannelBackwardDescriptor",
-    "QuantizePerChannelBackwardPlan",
-    "QuantizePerChannelDescriptor",
-    "QuantizePerChannelPlan",
-    "QuantizePerGroupArgs",
-    "QuantizePerGroupBackwardArgs",
-    "QuantizePerGroupBackwardDescriptor",
-    "QuantizePerGroupBackwardPlan",
-    "QuantizePerGroupDescriptor",
-    "QuantizePerGroupPlan",
-    "QuantizePerTensorArgs",
-    "QuantizePerTensorBackwardArgs",
-    "QuantizePerTensorBackwardDescriptor",
-    "QuantizePerTensorBackwardPlan",
-    "QuantizePerTensorDescriptor",
-    "QuantizePerTensorPlan",
-    "QuantizePerTokenArgs",
-    "QuantizePerTokenBackwardArgs",
-    "QuantizePerTokenBackwardDescriptor",
-    "QuantizePerTokenBackwardPlan",
-    "QuantizePerTokenDescriptor",
-    "QuantizePerTokenPlan",
-    "Quantized",
-    "QuantizedLinearArgs",
-    "QuantizedLinearDescriptor",
-    "QuantizedLinearPlan",
-    "Report",
-    "Scope",
-    "SmoothQuantLinearArgs",
-    "SmoothQuantLinearDescriptor",
-    "SmoothQuantLinearPlan",
-    "Support",
-    "Unsupported",
-    "WorkspaceTooSmall",
-    "__version__",
-    "autograd",
-    "choose_qparams",
-    "convert",
-    "dequantize",
-    "dynamic_fake_quantize",
-    "dynamic_quantize",
-    "fake_quantize",
-    "flow",
-    "load",
-    "nn",
-    "pack_int4",
-    "parallel",
-    "prepare_qat",
-    "quantize",
-    "quantize_model",
-    "quantized_linear",
-    "smoothquant_linear",
-    "unpack_int4",
-]
+#: What each module above declares public, and what is loaded when first asked for.
+__all__ = [  # noqa: PLE0604
+    name for module in (_errors, _functional, _packing, _plans, _scope, _types) for name in module.__all__
+] + ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,18 @@ from .dispatch.gradients import compute
 from .dispatch.operators import OPERATORS, unpacked_shape
 from .dispatch.options import dynamic_spec, static_linear_spec, static_spec
 
+__all__ = [
+    "Quantized",
+    "choose_qparams",
+    "dequantize",
+    "dynamic_fake_quantize",
+    "dynamic_quantize",
+    "fake_quantize",
+    "quantize",
+    "quantized_linear",
+    "smoothquant_linear",
+]
+
 _WHOLE = PerTensor()
 
 

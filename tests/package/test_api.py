@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
 import baracuda
+from baracuda.plans import names
 
 SOURCE = Path(baracuda.__file__).parent
 PLANS = [
@@ -94,6 +96,30 @@ def test_the_public_names_are_these_and_no_others() -> None:
         assert hasattr(baracuda, name)
 
 
+def stub_of_the_plans() -> str:
+    """What `plans/names.pyi` says, from the declarations."""
+    aliases = {name: value.__name__ for name, value in names._NAMES.items() if value.__name__ != name}
+    return "\n".join(
+        [
+            '"""Derived from the plans\' declarations; tests/package/test_api.py keeps it so."""',
+            "",
+            "# ruff: noqa: F403, F405",
+            "",
+            "from .declarations import *",
+            "from .descriptors import *",
+            "from .plan import Plan as Plan",
+            "",
+            *[f"{name} = {value}" for name, value in sorted(aliases.items())],
+            "",
+        ]
+    )
+
+
+def test_type_checkers_are_told_the_names_of_the_plans() -> None:
+    stub = SOURCE / "plans" / "names.pyi"
+    assert stub.read_text() == stub_of_the_plans(), f"write this into {stub}:\n{stub_of_the_plans()}"
+
+
 def python(code: str) -> str:
     """The output of a fresh interpreter that imports this very package."""
     path = f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); "
@@ -116,98 +142,95 @@ def test_importing_loads_neither_triton_nor_the_command_line_nor_numpys_friends(
     assert not loaded & {"triton", "typer", "rich", "matplotlib", "transformers", "safetensors", "onnx"}
 
 
-# -- layers ------------------------------------------------------------------------------------------------------
+# -- rooms -------------------------------------------------------------------------------------------------------
 
-#: Lowest first; a module imports modules of lower lines only, or of its own folder.
+#: Lowest first; a module imports modules of lower lines, or of its own folder.
 LAYERS = [
-    ["core.errors", "core.memory", "core.patterns"],
-    ["core.types"],
-    ["core.scope"],
-    ["core.problem", "core.arrays"],
-    ["core.packing", "backends.nonlinearity"],
-    ["backends.registry"],
-    ["plans.checks"],
-    ["backends.reference", "backends.cpu", "backends.triton"],
-    ["plans.plan"],
-    ["plans.descriptors"],
-    ["plans.declarations"],
-    ["dispatch.eager"],
-    ["dispatch.operators"],
-    ["autograd"],
-    ["functional"],
+    ["core"],
+    ["backends"],
+    ["plans"],
+    ["dispatch"],
+    ["autograd", "functional"],
     ["nn"],
     ["models", "parallel"],
     ["flow"],
-    ["backends.matrix"],
     ["cli"],
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-#: A package's own __init__ names what it gathers.
-GATHERS = {"backends", "core", "plans", "dispatch"}
-
-
-def layer_of(module: str) -> str | None:
-    """`backends.triton.numerics` belongs to the layer `backends.triton`."""
-    parts = module.split(".")
-    for length in (2, 1):
-        if ".".join(parts[:length]) in RANK:
-            return ".".join(parts[:length])
-    return None
+#: Packages that take seconds to import, and the folder whose modules may import them before something needs them.
+HEAVY = {"triton": "backends.triton", "transformers": "flow.hf"}
 
 
 def modules() -> list[tuple[str, Path]]:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
-        name = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
-        if name not in GATHERS:
-            found.append((name, path))
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path))
     return found
 
 
-def imported(name: str, path: Path) -> set[str]:
-    """The modules of baracuda that a file imports, anywhere in it, as dotted names below `baracuda`."""
-    package = name.split(".") if path.name == "__init__.py" and name != "__init__" else name.split(".")[:-1]
+def imported(name: str, path: Path, nodes: Iterable[ast.AST]) -> set[str]:
+    """The modules that these statements import, as absolute dotted names."""
+    package = ["baracuda", *name.split(".")]
+    if path.name != "__init__.py" or name == "__init__":
+        package.pop()
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            if node.level:
-                base = package[: len(package) - node.level + 1]
-            elif node.module and node.module.split(".")[0] == "baracuda":
-                base = []
-            else:
-                continue
-            module = (node.module or "").removeprefix("baracuda").lstrip(".") if not node.level else node.module or ""
-            target = [*base, *(module.split(".") if module else [])]
-            for alias in node.names:
-                whole = ".".join([*target, alias.name])
-                found.add(
-                    whole if layer_of(whole) != layer_of(".".join(target)) and layer_of(whole) else ".".join(target)
-                )
+            base = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {target if target != "baracuda" else f"baracuda.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {
-                alias.name.removeprefix("baracuda.") for alias in node.names if alias.name.startswith("baracuda.")
-            }
-    return found - {""}
+            found |= {alias.name for alias in node.names}
+    return found
 
 
-@pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
+def rooms(name: str, path: Path) -> set[str]:
+    """The rooms that a file imports, anywhere in it; other names of the package itself are no rooms."""
+    every = imported(name, path, ast.walk(ast.parse(path.read_text())))
+    return {module.split(".")[1] for module in every if module.startswith("baracuda.")} & RANK.keys()
+
+
+def at_import_time(tree: ast.Module) -> Iterator[ast.AST]:
+    """The statements that run when a module is imported."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        yield node
+        waiting += ast.iter_child_nodes(node)
+
+
+every_module = pytest.mark.parametrize(("name", "path"), modules(), ids=[name for name, _ in modules()])
+
+
+@every_module
 def test_imports_point_one_way(name: str, path: Path) -> None:
-    layer = layer_of(name)
-    assert layer is not None, f"{name} has no place in LAYERS; give it one"
-    for target in imported(name, path):
-        below = layer_of(target)
-        assert below is not None, f"{name} imports {target}, which has no place in LAYERS"
-        assert RANK[below] < RANK[layer] or below == layer, f"{name} imports {target}, a layer above its own"
+    room = name.split(".", maxsplit=1)[0]
+    assert room in RANK, f"{name} has no place in LAYERS; give it one"
+    for below in rooms(name, path):
+        assert RANK[below] < RANK[room] or below == room, f"{name} imports {below}, a layer above its own"
 
 
-def test_the_layer_check_sees_imports(tmp_path: Path) -> None:
+@every_module
+def test_heavy_packages_wait_until_something_needs_them(name: str, path: Path) -> None:
+    found = {module.split(".")[0] for module in imported(name, path, at_import_time(ast.parse(path.read_text())))}
+    for package in found & HEAVY.keys():
+        assert name.startswith(HEAVY[package]), f"{name} imports {package} at once; import it where it is used"
+
+
+def test_the_import_checks_see_imports(tmp_path: Path) -> None:
     file = tmp_path / "scope.py"
     file.write_text(
-        "from ..plans.plan import Plan\nfrom .. import cli\n"
+        "from ..plans.plan import Plan\nfrom .. import cli, __version__\n"
         "import baracuda.flow.run.convert\nfrom baracuda.nn import x\n"
     )
-    assert {layer_of(name) for name in imported("core.scope", file)} == {"plans.plan", "cli", "flow", "nn"}
-    file.write_text("from ...core.problem import OPS\nfrom .registry import Kernel\nfrom . import registry\n")
-    assert imported("backends.cpu", file) == {"core.problem", "backends.registry"}
+    assert rooms("core.scope", file) == {"plans", "cli", "flow", "nn"}
+    file.write_text("from ...core.optable import OPS\nfrom ..registry import Kernel\nfrom . import tune\n")
+    assert rooms("backends.cpu.linear", file) == {"core", "backends"}
+    tree = ast.parse("import triton\ndef f():\n    import transformers\nif TYPE_CHECKING:\n    import rich\n")
+    assert imported("nn.x", file, at_import_time(tree)) == {"triton"}

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
+__all__ = [
+    "BaracudaError",
+    "InvalidProblem",
+    "Unsupported",
+    "WorkspaceTooSmall",
+]
+
 
 class BaracudaError(Exception):
     """Anything baracuda raises on purpose."""

@@ -9,6 +9,11 @@ from .arrays import as_tensor
 from .errors import InvalidProblem
 from .types import ElementKind
 
+__all__ = [
+    "pack_int4",
+    "unpack_int4",
+]
+
 
 def pack_int4(q: Tensor, element: ElementKind | torch.dtype | str = "s4") -> Tensor:
     """Pack integers of s4's or u4's range into uint8; an odd last axis is padded with 0.

@@ -7,6 +7,15 @@ from math import prod
 from typing import ClassVar
 
 from .errors import InvalidProblem
+
+__all__ = [
+    "DynamicRangeScope",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "Scope",
+]
 from .types import SUM_LANES, SUM_STEPS
 
 Shape = tuple[int, ...]

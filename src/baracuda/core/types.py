@@ -10,6 +10,21 @@ import torch
 
 from .errors import InvalidProblem
 
+__all__ = [
+    "Activation",
+    "Arithmetic",
+    "BackendKind",
+    "DynamicRangeMode",
+    "ElementKind",
+    "KernelSku",
+    "MathPrecision",
+    "OpCategory",
+    "PlanPreference",
+    "PrecisionGuarantee",
+    "QuantizeKind",
+    "Support",
+]
+
 #: The largest magnitude of a zero point: `q - zero_point` stays an exact f32 integer for every 8-bit q.
 MAX_ZERO_POINT = 2**24 - 256
 

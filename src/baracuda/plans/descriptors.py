@@ -328,24 +328,3 @@ class SmoothQuantLinearArgs:
     bias: Tensor | None = None
     weight_sum: Tensor | None = None
     residual: Tensor | None = None
-
-
-# The names of the original, where one class serves several plans.
-QuantizePerTensorBackwardDescriptor = QuantizePerTensorDescriptor
-DequantizePerTensorBackwardDescriptor = DequantizePerTensorDescriptor
-QuantizePerTensorArgs = DequantizePerTensorArgs = QuantizeArgs
-QuantizePerTensorBackwardArgs = DequantizePerTensorBackwardArgs = BackwardArgs
-QuantizePerChannelBackwardDescriptor = QuantizePerChannelDescriptor
-DequantizePerChannelBackwardDescriptor = DequantizePerChannelDescriptor
-QuantizePerChannelArgs = DequantizePerChannelArgs = QuantizeArgs
-QuantizePerChannelBackwardArgs = DequantizePerChannelBackwardArgs = BackwardArgs
-QuantizePerTokenBackwardDescriptor = QuantizePerTokenDescriptor
-DequantizePerTokenBackwardDescriptor = DequantizePerTokenDescriptor
-QuantizePerTokenArgs = DequantizePerTokenArgs = QuantizeArgs
-QuantizePerTokenBackwardArgs = DequantizePerTokenBackwardArgs = BackwardArgs
-QuantizePerGroupBackwardDescriptor = QuantizePerGroupDescriptor
-DequantizePerGroupBackwardDescriptor = DequantizePerGroupDescriptor
-QuantizePerGroupArgs = DequantizePerGroupArgs = QuantizeArgs
-QuantizePerGroupBackwardArgs = DequantizePerGroupBackwardArgs = BackwardArgs
-FakeQuantizeBackwardDescriptor = FakeQuantizeDescriptor
-FakeQuantizeArgs, FakeQuantizeBackwardArgs = QuantizeArgs, BackwardArgs
