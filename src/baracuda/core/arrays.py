@@ -1,4 +1,4 @@
-"""What callers give: other people's arrays, which come in without a copy, and scales as numbers or tensors."""
+"""The arguments of callers: arrays of other libraries, taken without a copy, and scales as numbers or tensors."""
 
 from __future__ import annotations
 

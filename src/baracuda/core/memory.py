@@ -1,8 +1,8 @@
-"""Memory for large results on the CPU: huge pages, and used again.
+"""Memory for large results on the CPU: huge pages that are reused.
 
 The first touch of a page is a trip to the kernel, which clears it. For a result of many pages that costs several times
 what computing the values does with pages of 4 KiB, and as much with huge ones; memory that was touched before costs
-nothing. What is idle is marked as free to take (MADV_FREE), so the system has it back when it needs it.
+nothing. Idle blocks are marked MADV_FREE, so the system can reclaim them.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 
 #: Results from this size on live in memory of this kind.
 LARGE = 2**22
-#: The most bytes that wait to be used again.
+#: The most bytes kept for reuse.
 IDLE = 2**30
 
 _PAGE = 2**21
 _KNOWN = hasattr(mmap, "MADV_HUGEPAGE") and hasattr(mmap, "MADV_FREE")
-#: Blocks that wait, the latest last.
+#: Blocks kept for reuse, the latest last.
 _idle: list[mmap.mmap] = []
 
 
 def on_huge_pages(fresh: Tensor) -> Tensor:
-    """Put a tensor nobody has written to yet on huge pages, used before if there are any that wait.
+    """Move a tensor that has not been written yet onto huge pages, reused ones if there are any.
 
-    Where the system does not know the requests, nothing changes. The memory comes back here when the last tensor over
-    it is gone; until then it is the tensor's own, though such memory cannot be resized.
+    Without MADV_HUGEPAGE nothing changes. The block is kept for reuse when the last tensor over it is freed. Its
+    storage cannot be resized.
     """
     if _KNOWN:
         try:
@@ -57,7 +57,7 @@ def _block(size: int) -> mmap.mmap:
 
 
 def _advise(block: mmap.mmap, advice: int) -> None:
-    """A kernel built without what is advised refuses: that costs time, and nothing else."""
+    """An operating system without this advice raises an error; ignoring it costs time only."""
     with suppress(OSError):
         block.madvise(advice)
 

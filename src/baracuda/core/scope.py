@@ -36,7 +36,7 @@ class View:
 
     @classmethod
     def of(cls, repeat: int, rows: int, run: int, inner: int) -> View:
-        """The canonical view: one form for all that index alike, so that schedules have fewer cases to know."""
+        """The canonical view: views that index alike become one form, so that schedules have fewer cases."""
         if rows == 1:
             return cls(1, 1, repeat * run, inner)
         if run == 1:
@@ -71,7 +71,7 @@ class View:
 
 
 class Scope:
-    """Base of the four scopes. A new one has a name, a view, a scale shape, and a case in `ops._scope`."""
+    """Base of the four scopes. A new one has a name, a view, a scale shape, and a case in `dispatch.schema`."""
 
     __slots__ = ()
     name: ClassVar[str]

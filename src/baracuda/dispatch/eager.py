@@ -23,7 +23,7 @@ def cached_plan(device: torch.device, op: QuantizeKind, shape: Shape, spec: Spec
 
 
 def run(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Any, ...]:
-    """Run into given outputs, and return them; those whose strides the kernel does not take are copied to."""
+    """Run into the given outputs and return them. Outputs with strides the kernel does not take get a copy."""
     arranged = plan.arrange(operands)
     copied = [i for i in plan.output_indices if arranged[i] is not operands[i]]
     for i in copied:
@@ -39,7 +39,7 @@ _is_grad_enabled = torch.is_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 transform_level = torch._C._functorch.maybe_current_level
-_is_batched = torch._C._functorch.is_legacy_batchedtensor  # by autograd, for jacobians
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # autograd makes these for vectorized jacobians
 _Parameter = torch.nn.Parameter
 
 

@@ -22,10 +22,10 @@ from ..core.types import MAX_ZERO_POINT, ElementKind, OpCategory, QuantizeKind
 from . import schema
 from .eager import cached_plan
 
-#: Arguments of every operator behind those of its inputs and its spec: the last axis of what is packed, and what the
-#: gradients of learned scales and zero points are multiplied by.
+#: The last arguments of every operator: the last axis of a packed tensor, unpacked, and the factor of the gradients of
+#: learned scales and zero points.
 _FURTHER = ("SymInt? size", "float grad_factor")
-#: Numbers that are not a tracer's.
+#: Python numbers; a tracer has its own types.
 _PLAIN_NUMBERS = (bool, int, float)
 LIBRARY = torch.library.Library("baracuda", "DEF")  # type: ignore[no-untyped-call]
 
@@ -36,7 +36,7 @@ class Operator:
     def __init__(self, op: QuantizeKind) -> None:
         self.op, self.row = op, OPS[op]
         self.inputs = tuple(operand for operand in self.row.operands if not operand.output)
-        only = "output" if op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else ""  # nobody asks for its scales
+        only = "output" if op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else ""  # its scales are never read
         self.outputs = tuple(
             operand
             for operand in self.row.operands
@@ -67,7 +67,7 @@ class Operator:
     def __call__(
         self, inputs: tuple[Value, ...], spec: Spec, size: int | None = None, grad_factor: float = 1.0
     ) -> tuple[Tensor, ...]:
-        """Through torch's dispatcher, whatever the tensors are."""
+        """Call the operator through torch's dispatcher."""
         if not torch.compiler.is_compiling():
             self._require_numbers(inputs, spec)
         arguments: list[Any] = []
@@ -81,7 +81,7 @@ class Operator:
         return (result,) if isinstance(result, Tensor) else tuple(result)
 
     def _require_numbers(self, inputs: tuple[Value, ...], spec: Spec) -> None:
-        """What a plan asks of numbers. The dispatcher would take True for one, or refuse in words of its own."""
+        """Check numbers as a plan does: the dispatcher would accept True as a number, and has other error texts."""
         for operand, value in zip(self.inputs, inputs, strict=True):
             if operand.number is not None and type(value) in _PLAIN_NUMBERS:
                 operand.number(Problem.unchecked(self.op, (), spec)).require(operand.name, value)
@@ -94,7 +94,7 @@ class Operator:
         if len(self.returned) == 1:
             only: Tensor = computed[self.returned[0]]
             return only
-        # A symmetric zero point is not computed, and an operator returns as many tensors each time.
+        # A symmetric zero point is not computed, but an operator always returns the same number of tensors.
         return tuple(
             computed[i]
             if computed[i] is not None
@@ -117,7 +117,7 @@ class Operator:
         return inputs if i is None else (*inputs[:i], rounded(inputs[i]), *inputs[i + 1 :])
 
     def unflatten(self, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], Spec, int | None, float]:
-        """What `__call__` was given."""
+        """The arguments of `__call__`, from the arguments of the operator."""
         own = len(args) - schema.COUNT - len(_FURTHER)
         inputs, encoded, (size, grad_factor) = args[:own], args[own : -len(_FURTHER)], args[-len(_FURTHER) :]
         if len(inputs) > len(self.inputs):
@@ -129,7 +129,7 @@ class Operator:
         return inputs, schema.decode(*encoded), size, grad_factor
 
     def shape(self, inputs: tuple[Any, ...], spec: Spec, size: int | None) -> Shape:
-        """The problem's shape as the tensors tell it; `size` is the last axis of packed ones."""
+        """The problem's shape, from its tensors; `size` is the unpacked last axis of a packed one."""
         whole: Shape = inputs[self.whole].shape
         if self.row.category is OpCategory.GEMM:
             weight = next(

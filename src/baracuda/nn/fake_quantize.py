@@ -46,9 +46,9 @@ class FakeQuantize(nn.Module):
     observing: bool
     """Whether the observer watches while the module trains. Set it to False to freeze a static scale."""
     initialised: bool = False
-    """Whether a learned scale has a value yet. Not a tensor: a forward must not wait for the device to ask it."""
+    """Whether a learned scale has a value yet. Not a tensor: reading one would synchronise with the device."""
     as_operand: bool = False
-    """Whether the result is multiplied, so that under autocast it may come in the type it will be multiplied in."""
+    """Whether the result feeds a matrix product, so that under autocast it may have the product's type."""
     _rounding: Rounding | None = None
 
     def __init__(
@@ -81,7 +81,7 @@ class FakeQuantize(nn.Module):
         if strategy == "dynamic":
             return
         asymmetric = self.mode is DynamicRangeMode.ASYMMETRIC
-        # NaN until a batch has set it: a module used too early shows.
+        # NaN until a batch has set it: so is every result of a module that is used too early.
         unset = torch.full(self.scale_shape, torch.nan, dtype=torch.float32)
         zeros = torch.zeros(self.scale_shape, dtype=torch.float32)
         if strategy == "learned":
@@ -111,7 +111,7 @@ class FakeQuantize(nn.Module):
         return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
     def _ready_for(self, x: Tensor) -> Rounding | None:
-        """What a call does to plain tensors like x, worked out anew after any change of the settings."""
+        """The prepared rounding for plain tensors like x, or None. Any change of the settings discards it."""
         taken = route(x)
         if taken == "torch" or not self.enabled:
             return None
@@ -165,7 +165,7 @@ class FakeQuantize(nn.Module):
     def _has_scale(self) -> bool:
         """Whether a learned scale has a value after all: copied from another module, or by DDP from the first rank."""
         if torch.compiler.is_compiling() or self.scale.is_meta or torch._C._len_torch_dispatch_stack():
-            return False  # nobody can say
+            return False  # there is no data to look at
         self.initialised = not bool(self.scale.isnan().any())
         return self.initialised
 
@@ -177,11 +177,11 @@ class FakeQuantize(nn.Module):
                 f"got {list(x.shape)} with {list(self.scope.scale_shape(tuple(x.shape)))} under {self.scope}"
             )
         replicas = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-        if x.numel() == 0 and replicas is None:  # which says nothing of a range
+        if x.numel() == 0 and replicas is None:  # an empty batch has no range
             return
         scale, zero_point = self._choose(x.detach(), self.scope)
         with torch.no_grad():
-            if replicas is not None:  # which start alike: from the first one's batch
+            if replicas is not None:  # all replicas start from the first rank's batch
                 group = replicas.process_group
                 for value in (scale, zero_point):
                     if value is not None:
@@ -211,7 +211,7 @@ class FakeQuantize(nn.Module):
             )
 
     def _set(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The contract's own formula turns a range into a scale: it is that of a segment with these two values.
+        """Turn a range into a scale by the formula of dynamic quantization, on segments of these two values.
 
         Returns them beside the buffers: a backward may come after the next forward, which sets those anew.
         """
@@ -246,7 +246,7 @@ class FakeQuantize(nn.Module):
         return float((max(1.0, per_segment) * max(1, self.q_max)) ** -0.5)
 
     def _apply(self, fn: Any, recurse: bool = True) -> FakeQuantize:
-        """Moves with the module but keeps its own types: scales and ranges are f32 whatever the model computes in."""
+        """Move with the module, but keep the types: scales and ranges stay f32 whatever the model computes in."""
         before = {name: value.detach() for name, value in self._state()}
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, value in self._state():
@@ -274,5 +274,5 @@ class FakeQuantize(nn.Module):
 
 
 def _recomputes() -> bool:
-    """Whether activation checkpointing runs a forward again, inside a backward: the same batch, seen before."""
+    """Whether activation checkpointing recomputes a forward inside a backward: the observer has seen this batch."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

@@ -35,7 +35,7 @@ class IntegerLinear(nn.Module):
     underflow; `bias` is an ordinary parameter and does both.
     """
 
-    #: The buffers `.to(dtype)`, `.half()` and their like leave in their own type.
+    #: The buffers that keep their type under `.to(dtype)`, `.half()` and the like.
     _scales: ClassVar[tuple[str, ...]] = ("weight_scale",)
     weight: Tensor
     weight_scale: Tensor
@@ -69,7 +69,7 @@ class IntegerLinear(nn.Module):
         self._row_sums = RowSums()
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
-        """The range of the activations: that of their type where nothing is said."""
+        """The range of the activations; that of their type by default."""
         kind = self.activation
         return kind.q_min if q_min is None else q_min, kind.q_max if q_max is None else q_max
 
@@ -100,7 +100,7 @@ class IntegerLinear(nn.Module):
         return dequantize(self.weight, self.weight_scale, scope=PerChannel(0), element=kind, dtype=dtype, size=size)
 
     def _weight_sum(self) -> Tensor | None:
-        """Spares calls with activations that are not centred on zero, or not signed, a pass over the weight."""
+        """The weight's row sums, which activations with a zero point, or unsigned ones, need."""
         if self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8:
             return None
         return self._row_sums(self.weight, self.weight_element, self.in_features)
@@ -123,7 +123,7 @@ class IntegerLinear(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        """Copying would truncate floats to integers without a word, so types are checked first."""
+        """Check types first: `copy_` would silently truncate floats to integers."""
         for name, buffer in self._buffers.items():
             value = state_dict.get(prefix + name)
             if buffer is None or value is None:
@@ -259,7 +259,7 @@ class SmoothQuantLinear(IntegerLinear):
         return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
 
     def _in_floats(self, x: Tensor) -> Tensor:
-        """The same linear of the same integers, for its gradients: straight through x's rounding."""
+        """The same linear in floats, for its gradients, which pass straight through the rounding of x."""
         rounded = fake_quantize(x, self.input_scale, self.input_zero_point, q_min=self.q_min, q_max=self.q_max)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return functional.linear(rounded, self.dequantized_weight(x.dtype), bias)
@@ -285,7 +285,7 @@ def require_linear(module: nn.Module) -> None:
 def require_computable(
     weight: ElementKind, activation: ElementKind, mode: DynamicRangeMode, q_min: int, q_max: int
 ) -> None:
-    """Raise unless there is a linear of such integers."""
+    """Raise unless a quantized linear takes these types and this range."""
     Problem(
         QuantizeKind.QUANTIZED_LINEAR, (1, 1, 1), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight
     )  # fmt: skip
@@ -294,21 +294,21 @@ def require_computable(
 def under_autocast(x: Tensor) -> Tensor:
     """What autocast makes of a linear's input."""
     dtype = autocast_dtype(x)
-    return x if x.dtype is dtype else x.type(dtype)  # what x.to(dtype) is, in two thirds of the time
+    return x if x.dtype is dtype else x.type(dtype)  # x.to(dtype) in two thirds of the time
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type autocast multiplies x in; x's own where there is none."""
-    if x.is_meta:  # for which autocast has no answer
+    """The type autocast computes a matrix product of x in; x's own without autocast."""
+    if x.is_meta:  # autocast does not know meta tensors
         return x.dtype
-    device = "cuda" if x.is_cuda else x.device.type  # which takes five times as long
+    device = "cuda" if x.is_cuda else x.device.type  # x.is_cuda takes a fifth of the time of x.device
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(device)
 
 
 def one_value(value: Any, name: str, like: Tensor, numbers: Numbers) -> Tensor:
-    """One of these numbers, or a tensor of one element, as a buffer like this one holds it."""
+    """A number that `numbers` allows, or a tensor of one element, in the type and shape of the buffer `like`."""
     if isinstance(value, Real):
         numbers.require(name, value)
         return torch.tensor([value], dtype=like.dtype, device=like.device)

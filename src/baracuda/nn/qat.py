@@ -1,4 +1,4 @@
-"""QATLinear: a float linear that computes what its integer self will, and becomes it."""
+"""QATLinear: a float linear that simulates the integer linear it will be converted to."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class QATLinear(nn.Linear):
             self.weight_fake_quantize.initialise(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        fake: Any = self._modules  # where attributes are looked up last, and slowly
+        fake: Any = self._modules  # `self.name` finds modules last, after a slow search
         weight = fake["weight_fake_quantize"](self.weight)
         return functional.linear(fake["activation_fake_quantize"](under_autocast(x)), weight, self.bias)
 

@@ -1,6 +1,6 @@
-"""A fake-quantization made ready for plain tensors of one shape, type and device: what can be known before a call, is.
+"""A fake-quantization prepared for plain tensors of one shape, type and device: spec, plans and factors are known.
 
-A small training step takes as long as the host needs: a linear and its fake-quantizations leave little to Python.
+The host's time bounds a small training step, so a call does as little in Python as it can.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Rounding:
     """
 
     def __init__(self, fake: FakeQuantize, x: Tensor, dtype: torch.dtype, recorded: bool) -> None:
-        """For tensors like x, their rounded values as `dtype`, and a gradient that is to reach x or not."""
+        """For tensors like x. The result has `dtype`; `recorded` says whether x gets a gradient."""
         self.kind, self.dtype, self.recorded = (x.shape, x.dtype, x.device), dtype, recorded
         #: Whether one kernel finds the scale and uses it. The gradient, if any, then passes straight through.
         self.finds_scale = fake.stores_scales_of(x) and (fake.clips_nothing or not recorded)
@@ -47,7 +47,7 @@ class Rounding:
             self.factor, self.asymmetric = fake.gradient_factor(x), fake.mode is DynamicRangeMode.ASYMMETRIC
 
     def suits(self, x: Tensor) -> bool:
-        """Whether x is like the tensors it is for."""
+        """Whether x has the shape, type and device this was prepared for."""
         return self.plan.fits((x,)) or self.kind == (x.shape, x.dtype, x.device)
 
     @property

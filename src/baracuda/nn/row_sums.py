@@ -12,17 +12,17 @@ from ..core.types import ElementKind
 
 
 class RowSums:
-    """Sums a weight once for each of its states: a state is a tensor and its version, so no change goes unseen that
-    torch itself sees. One through `.data` or NumPy is behind its back: assign the weight again after it.
+    """Computes the row sums of a weight once for each tensor and version, as torch counts versions.
 
-    Copies start empty, so nothing of this is saved or moved: what is loaded or moved is another tensor.
+    Torch does not count changes through `.data` or NumPy: assign the weight again after one. Copies start empty:
+    the sums are neither saved nor moved with the module.
     """
 
     def __init__(self) -> None:
         self._known: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def __call__(self, weight: Tensor, kind: ElementKind, size: int) -> Tensor | None:
-        """The int32 sums of the rows of `size` elements, or None where a weight's state cannot be told or kept.
+        """The int32 sums of the rows of `size` elements, or None where they cannot be cached.
 
         Such are tensors without a version, tensors being traced, and memory that belongs to a CUDA graph.
         """
@@ -33,7 +33,7 @@ class RowSums:
             return known[2]
         if weight.is_meta or (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             return None
-        with torch.inference_mode(False):  # what is kept must serve outside of it, too
+        with torch.inference_mode(False):  # the cached sums are also used outside of inference mode
             whole = unpack_int4(weight, kind, size) if kind.is_packed else weight
             sums = whole.sum(dim=1, dtype=torch.int32)
         self._known = weakref.ref(weight), weight._version, sums

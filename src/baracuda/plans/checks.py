@@ -1,6 +1,6 @@
-"""Operands checked against their op's row: derived once per problem, cheap per call, before anything is written.
+"""Checks of a call's operands against the op's row, before anything is written. A problem's rules are derived once.
 
-The compiled module answers first, with yes or perhaps; where it does not say yes, the rules here decide and say why.
+The compiled module checks first. What it does not accept is checked again here, where the errors are written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _Expected:
     number: Numbers | None
 
     def native(self) -> _host.Rule:
-        """The same as the compiled module takes it."""
+        """The rule in the form the compiled module takes."""
         kind, low, high = (
             (self.number.kind.__name__[0], self.number.low, self.number.high) if self.number else ("", 0, 0)
         )
@@ -44,7 +44,7 @@ class _Expected:
 
 #: Operands with an element for each segment.
 _OF_SEGMENTS = ("scale", "zero_point", "scale_out", "zero_point_out")
-#: What stands for a tensor without being one; asked first, since asking what is a Tensor takes longer.
+#: Operands that are not tensors. They are tested first: `isinstance(value, Tensor)` takes longer.
 _NO_MEMORY = (float, int, type(None))
 
 
@@ -66,13 +66,14 @@ class Checker:
             )
             for operand in row.operands
         )
-        #: What the loop of every run asks for first, laid out for it.
+        #: The fields that `fit` reads for every operand of every call, unpacked.
         self.rules = tuple(
             (e, e.dtypes, e.shape, *((e.number.kind, e.number.low, e.number.high) if e.number else (None, 0, 0)))
             for e in self.expected
         )
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
-        #: Whether all operands, or the first few, surely fit, contiguous; whether a workspace of so many bytes does.
+        #: True if all operands, or the first few, are contiguous and fit; True if a workspace of so many bytes fits.
+        #: False means that the checks in Python decide.
         self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
         self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
         if MISSING is None and device.type in DLPACK_DEVICES:
@@ -92,7 +93,7 @@ class Checker:
                 self._check_overlap(operands, i, out, contiguous)
 
     def fit(self, operands: tuple[Value, ...]) -> bool:
-        """Raises for the first that does not fit the row, strides aside; says whether all tensors are contiguous."""
+        """Raises for the first operand that breaks its rule, strides aside; else, whether all tensors are contiguous."""
         device, contiguous = self.device, True
         for value, (expected, dtypes, shape, number, low, high) in zip(operands, self.rules, strict=False):
             if type(value) is number and low < value < high:
@@ -137,7 +138,7 @@ class Checker:
             raise InvalidProblem(f"{where}: expected a dense tensor, got layout {value.layout}")
 
     def _shape_remedy(self, expected: _Expected) -> str:
-        """What may have been meant, where the problem says more than the shape does."""
+        """A hint at the likely mistake, for operands whose shape follows from an option."""
         if expected.name in _OF_SEGMENTS:
             return f"; {list(expected.shape)} is for {self.problem.scope}: pass the scope that yours is for"
         if expected.name == "weight_q":
@@ -214,7 +215,7 @@ class Checker:
 
 
 def _address(value: Tensor) -> int:
-    """Where it is; less than 4096 for what is nowhere: a freed storage, or a wrapper around other tensors."""
+    """The address of the data; below 4096 for a tensor without memory: a freed storage, or a wrapper subclass."""
     try:
         return value.data_ptr()
     except RuntimeError:
@@ -222,7 +223,7 @@ def _address(value: Tensor) -> int:
 
 
 def _perhaps(*_: object) -> bool:
-    """The quick answer where there is none."""
+    """The quick check where there is no compiled module: the checks in Python decide."""
     return False
 
 

@@ -40,7 +40,7 @@ class SelectedPlan:
         self.segment_shape = problem.segment_shape
         self.kernel = choose(problem, device, preference)
         self._check = Checker(problem, device, self.kernel.strides)
-        #: Whether operands, or the first few, surely fit; False leaves the answer to a thorough check.
+        #: True if the operands, or the first few, fit; False means that the checks in Python decide.
         self.fits = self._check.fits
         self._launch = self.kernel.bind(problem, device)
         self._workspace_size = self.kernel.workspace(problem, device)
@@ -59,7 +59,7 @@ class SelectedPlan:
         )
 
     def only(self, *read: str, dtype: torch.dtype | None = None) -> Self:
-        """This plan for whoever reads these outputs alone: its kernel does without the others as far as it can.
+        """This plan for callers that read these outputs alone: its kernel skips the others where it can.
 
         `dtype` is another float type for the last output; where the kernel cannot store it, the output keeps its own.
         """
@@ -99,7 +99,7 @@ class SelectedPlan:
         return self.kernel.sku(self.problem, self.device)
 
     def precision_guarantee(self) -> PrecisionGuarantee:
-        """What the result's bits can be relied on for."""
+        """What the plan promises about the bits of its result."""
         return contract(self.problem)
 
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
@@ -109,7 +109,7 @@ class SelectedPlan:
         if (size := self._workspace_size) and not self._check.holds(workspace, operands, size, WORKSPACE_ALIGNMENT):
             self._check_workspace(workspace, operands)
         self._launch(operands, workspace)
-        # As torch's own operators do: autograd and whoever keeps something worked out must see that these have changed.
+        # As torch's own operators do: autograd, and caches keyed by a tensor's version, must see the change.
         increment_version([value for i in self.output_indices if (value := operands[i]) is not None])  # type: ignore[misc]
 
     def check_output(self, i: int, value: object, shape: Shape | None = None) -> None:
@@ -191,7 +191,7 @@ class Plan(SelectedPlan, Generic[D, A]):
         self.descriptor, self.preference = desc, preference
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, also in another process, is selected there: kernels do not travel."""
+        """Pickle the selection, not the kernel: a copy selects again in its own process."""
         return type(self), (self.descriptor, self.device, self.preference)
 
     @classmethod
@@ -202,7 +202,7 @@ class Plan(SelectedPlan, Generic[D, A]):
         return cls(desc, resolve_device(device), preference)
 
     def operands(self, args: A) -> tuple[Value, ...]:
-        """The arguments in the order of the op's row, without what the descriptor has."""
+        """The arguments in the order of the op's row; values that the descriptor holds are not among them."""
         try:
             return self._from_args(args)
         except AttributeError:
@@ -243,7 +243,7 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     except (RuntimeError, TypeError) as error:
         raise InvalidProblem(f"device: expected one torch knows, got {device!r}: {error}") from None
     if resolved.type != "cuda":
-        return torch.device(resolved.type)  # an index there says nothing
+        return torch.device(resolved.type)  # the index of another device has no meaning
     if not torch.cuda.is_available():
         raise Unsupported(f"device {resolved}: torch {torch.__version__} sees no CUDA GPU here; use device='cpu'")
     index = torch.cuda.current_device() if resolved.index is None else resolved.index
