@@ -67,10 +67,13 @@ class _Dequantize:
 
     def gradients(self, inputs: tuple[Any, ...], needed: Sequence[bool], dy: Tensor) -> Gradients:
         q, scale, zero_point = inputs
-        call = OpCall(QuantizeKind.DEQUANTIZE, dy.shape, self.spec)
-        _, *to_qparams = call.gradients((q.detach().to(self.spec.quantized.dtype), scale, zero_point), needed, dy)
         dq = compute(QuantizeKind.DEQUANTIZE_BACKWARD, (None, dy, scale, None), dy.shape, self.spec)[0]
-        return dq, *to_qparams
+        if not (needed[1] or needed[2]):
+            return dq, None, None
+        call = OpCall(QuantizeKind.DEQUANTIZE, dy.shape, self.spec)
+        integers = q.detach().to(self.spec.quantized.dtype)
+        _, to_scale, to_zero_point = call.gradients((integers, scale, zero_point), needed, dy)
+        return dq, to_scale, to_zero_point
 
 
 def quantize(

@@ -26,6 +26,7 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
+from baracuda.autograd import dequantize, quantize, straight_through
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem, Spec
 from baracuda.dispatch.operators import OPERATORS
@@ -140,6 +141,26 @@ def test_a_compiled_qat_model_has_the_gradients_of_the_eager_one(backend: str) -
     assert len(got) == len(expected) == 7
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_differentiable_pair_has_the_values_and_gradients_of_the_eager_one(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+
+    def loss(x: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
+        y = dequantize(quantize(x, 0.1), scale, zero_point)
+        return straight_through(x, y).square().sum() + y.sum()
+
+    def gradients(function: Callable[..., Tensor]) -> list[Tensor]:
+        x = (torch.arange(64) / 2).view(8, 8)
+        given = [value.to(dtype).requires_grad_() for value in (x, torch.tensor(0.1), torch.tensor(2.0))]
+        result = function(*given)
+        return [result.detach(), *torch.autograd.grad(result, given)]
+
+    expected, compiled = gradients(loss), torch.compile(loss, fullgraph=True, backend="aot_eager")
+    assert all(value.count_nonzero() for value in expected)
+    for got, wanted in zip(gradients(compiled), expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 class Mlp(nn.Module):

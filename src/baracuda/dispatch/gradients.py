@@ -100,13 +100,17 @@ _alive = torch._C._functorch.unwrap_if_dead
 
 def _keep(ctx: Any, function: Differentiable, inputs: tuple[Any, ...]) -> None:
     """Tensors go where autograd checks and frees them; numbers, which it does not take, beside them."""
-    ctx.function, ctx.numbers = function, {}
+    ctx.function = function
     if function.keeps_inputs:
-        ctx.numbers = {i: v for i, v in enumerate(inputs) if v is not None and not isinstance(v, Tensor)}
-        ctx.save_for_backward(*[None if i in ctx.numbers else v for i, v in enumerate(inputs)])
+        numbers = {i: v for i, v in enumerate(inputs) if v is not None and not isinstance(v, Tensor)}
+        tensors = [None if i in numbers else v for i, v in enumerate(inputs)] if numbers else inputs
+        ctx.numbers = numbers
+        ctx.save_for_backward(*tensors)
 
 
 def _kept(ctx: Any) -> tuple[Any, ...]:
+    if not ctx.function.keeps_inputs:
+        return ()
     saved: tuple[Any, ...] = ctx.saved_tensors
     return tuple([ctx.numbers.get(i, v) for i, v in enumerate(saved)]) if ctx.numbers else saved
 
@@ -131,7 +135,8 @@ def compute(
         with torch.no_grad():  # integers have no gradient to record
             return _direct(op, inputs, shape, spec)
     if op in FORMULAS and (taken == "autograd" or transform_level() is not None):
-        return record(OpCall(op, shape, spec, size, factor), *inputs)  # type: ignore[no-any-return]
+        recorder = record_plain if taken == "autograd" else record
+        return recorder(OpCall(op, shape, spec, size, factor), *inputs)  # type: ignore[no-any-return]
     return OPERATORS[op](inputs, spec, size, factor)
 
 
@@ -140,7 +145,7 @@ def _direct(op: QuantizeKind, inputs: tuple[Value, ...], shape: Shape, spec: Spe
     return cached_plan(device, op, shape, spec).compute(OPERATORS[op].with_integers(inputs))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class OpCall:
     """An op on given options: its value by its route, its gradients by its formula."""
 
@@ -156,13 +161,12 @@ class OpCall:
         return tuple([computed[i] for i in OPERATORS[self.op].returned])
 
     def gradients(self, inputs: tuple[Any, ...], needed: Sequence[bool], dy: Tensor) -> list[Tensor | None]:
-        names = [operand.name for operand in OPERATORS[self.op].inputs]
+        names = OPERATORS[self.op].names
         found = self.named_gradients(inputs, {name for name, need in zip(names, needed, strict=True) if need}, dy)
         return [found.get(name) for name in names]
 
     def named_gradients(self, inputs: tuple[Any, ...], wanted: set[str], dy: Tensor) -> dict[str, Tensor]:
-        names = [operand.name for operand in OPERATORS[self.op].inputs]
-        return FORMULAS[self.op](self, dict(zip(names, inputs, strict=True)), wanted, dy)
+        return FORMULAS[self.op](self, dict(zip(OPERATORS[self.op].names, inputs, strict=True)), wanted, dy)
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------

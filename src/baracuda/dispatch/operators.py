@@ -42,7 +42,7 @@ class Operator:
             for operand in self.row.operands
             if operand.output and not operand.name.endswith("scratch") and operand.name.startswith(only)
         )
-        names = [operand.name for operand in self.inputs]
+        self.names = names = tuple([operand.name for operand in self.inputs])
         self.zero_point = names.index("zero_point") if "zero_point" in names else None
         #: The input that has the problem's shape.
         self.whole = names.index("grad_output") if "grad_output" in names else 0

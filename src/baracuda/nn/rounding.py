@@ -37,6 +37,7 @@ class Rounding:
         self.kind, self.dtype, self.recorded = (x.shape, x.dtype, x.device), dtype, recorded
         #: Whether one kernel finds the scale and uses it. The gradient, if any, then passes straight through.
         self.finds_scale = fake.stores_scales_of(x) and (fake.clips_nothing or not recorded)
+        self.keeps_inputs = not self.finds_scale
         if self.finds_scale:
             self.spec = dynamic_spec(x.dtype, fake.scope, scale_dtype=None, **fake.range_options())
             self.plan = self._plan(QuantizeKind.DYNAMIC_FAKE_QUANTIZE).only("output", dtype=dtype)
@@ -49,10 +50,6 @@ class Rounding:
     def suits(self, x: Tensor) -> bool:
         """Whether x has the shape, type and device this was prepared for."""
         return self.plan.fits((x,)) or self.kind == (x.shape, x.dtype, x.device)
-
-    @property
-    def keeps_inputs(self) -> bool:
-        return not self.finds_scale
 
     def found(self, x: Tensor) -> Tensor:
         """x rounded by the scale found in it."""

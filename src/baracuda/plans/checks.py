@@ -93,7 +93,7 @@ class Checker:
                 self._check_overlap(operands, i, out, contiguous)
 
     def fit(self, operands: tuple[Value, ...]) -> bool:
-        """Raises for the first operand that breaks its rule, strides aside; else, whether all tensors are contiguous."""
+        """Raises for the first operand that breaks its rule, strides aside; says whether all are contiguous."""
         device, contiguous = self.device, True
         for value, (expected, dtypes, shape, number, low, high) in zip(operands, self.rules, strict=False):
             if type(value) is number and low < value < high:
