@@ -13,7 +13,7 @@ import torch
 
 from baracuda.flow import quantize_checkpoint
 from baracuda.flow.checkpoint.tensorfile import write_tensors
-from baracuda.flow.run.calibrate import Observer
+from baracuda.flow.run.measure import InputRecorder
 
 from .common import Bar, arguments, interleaved, show_bars, table, write_json
 
@@ -91,7 +91,7 @@ def calibration(layers: int) -> tuple[Any, ...] | None:
         import transformers
     except ImportError:
         return None
-    from baracuda.flow.run.prepare import analyse
+    from baracuda.flow.run.calibrate import analyse
 
     sizes = {"hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(vocab_size=1000, num_hidden_layers=layers, **sizes)
@@ -105,11 +105,11 @@ def calibration(layers: int) -> tuple[Any, ...] | None:
             model(input_ids=tokens, use_cache=False)
 
     def observed() -> None:
-        observer = Observer(model, groups, keep_rows=False)
+        recorder = InputRecorder(model, groups, keep_rows=False)
         try:
             forward()
         finally:
-            observer.remove()
+            recorder.remove()
 
     best = interleaved({"forward": forward, "observed": observed}, repeats=25, seconds=30)
     return tokens.numel(), best["forward"], best["observed"], best["observed"] / best["forward"]

@@ -16,7 +16,7 @@ from baracuda import __version__, flow
 from baracuda.cli import demo
 from baracuda.cli.app import app, console
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
-from baracuda.flow.run import convert
+from baracuda.flow.run import steps
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()
@@ -146,15 +146,15 @@ def test_a_finished_run_is_told_from_another(tmp_path: Path) -> None:
 def test_ctrl_c_says_how_to_go_on_and_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, out, whole = models.plain_checkpoint(tmp_path / "model"), tmp_path / "out", tmp_path / "whole"
     command = ["quantize", str(source), "-o", str(out)]
-    started = convert.ShardJob.run
+    started = steps.ShardJob.run
 
-    def interrupted(job: convert.ShardJob, names: list[str]) -> object:
+    def interrupted(job: steps.ShardJob, names: list[str]) -> object:
         if job.source.path.name.startswith("model-00002"):
             raise KeyboardInterrupt
         return started(job, names)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert.ShardJob, "run", interrupted)
+        patch.setattr(steps.ShardJob, "run", interrupted)
         done = run.invoke(app, command)
     said = f"stopped: what is finished stays in {out}; repeat the command with --resume to go on"
     assert done.exit_code == 130 and done.output.splitlines()[-1] == said
@@ -169,7 +169,7 @@ def test_ctrl_c_before_anything_is_written_says_so(tmp_path: Path, monkeypatch: 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(convert, "find_linears", interrupted)
+    monkeypatch.setattr(steps, "find_linears", interrupted)
     done = run.invoke(app, ["quantize", str(source), "-o", str(tmp_path / "out")])
     assert done.exit_code == 130 and done.output == "stopped: nothing was written\n"
     monkeypatch.setenv("RANK", "1")

@@ -9,7 +9,7 @@ import torch
 from docs_blocks import ROOT, Block, Runner, blocks
 
 from baracuda.cli import demo
-from baracuda.flow.hf.structure import quiet
+from baracuda.flow.hf.skeleton import quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

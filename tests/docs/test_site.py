@@ -12,7 +12,6 @@ import torch
 
 import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
-from baracuda.flow import verify as flow_verify
 from bench import _gpu_small as small
 from bench import readme
 from bench.gpu import Line
@@ -59,7 +58,7 @@ def test_an_unknown_mark_stops_the_build(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_every_finding_code_is_explained() -> None:
-    source = "".join(path.read_text() for path in Path(flow_verify.__globals__["__file__"]).parent.glob("*.py"))
+    source = "".join(path.read_text() for path in Path(baracuda.flow.__file__).parent.rglob("*.py"))
     raised = re.findall(r'(?:\.add|CheckpointError)\(\s*"([a-z-]+)"(?: if [^,]+ else "([a-z-]+)")?', source)
     codes = {code for pair in raised for code in pair if code}
     explained = set(re.findall(r"`([a-z-]+)`", (fill.ROOT / "docs/how-to/verify.md").read_text()))

@@ -13,13 +13,14 @@ import torch
 
 import baracuda
 from baracuda.flow import quantize_checkpoint, verify
-from baracuda.flow.checkpoint.scheme import Scheme
+from baracuda.flow.checkpoint.storage import Storage
 from baracuda.flow.checkpoint.tensorfile import TensorFile, TensorFileWriter, layout, read_tensors, write_tensors
 from baracuda.flow.hf.packed import PackedLinear
-from baracuda.flow.run.calibrate import channel_maximum
-from baracuda.flow.run.preparation import Preparation
+from baracuda.flow.run.changes import Changes
+from baracuda.flow.run.measure import channel_maximum
 from baracuda.flow.run.stream import ShardJob
 from baracuda.nn import QuantizedLinear
+from baracuda.schemes import Choice, checkpoint_scheme, get_method
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,19 +76,20 @@ def test_smoothing_that_is_decided_has_the_bytes_of_the_cpu(
         "norm.weight": torch.randn(64).to(dtype),
     }
     write_tensors(tmp_path / "in.safetensors", tensors)
-    preparation = Preparation(
+    changes = Changes(
         columns={"up_proj.weight": torch.rand(64) + 0.1},
         rows={"up_proj.weight": torch.rand(96) + 0.1, "up_proj.bias": torch.rand(96) + 0.1},
         replaced={"norm.weight": torch.randn(64).to(dtype)},
         input_scales={"up_proj": torch.tensor([0.37])},
     )
-    scheme = Scheme.of("w8a8-smoothquant", activations)
+    scheme = checkpoint_scheme("w8a8")[0].with_activations(activations)
+    choices = {"up_proj": Choice(scheme)}
     for device in (CPU, GPU):
         with TensorFile(tmp_path / "in.safetensors") as source:
             others = [source.entries[name] for name in ("up_proj.bias", "norm.weight")]
-            entries = layout([*scheme.entries("up_proj", source.entries["up_proj.weight"]), *others])
+            entries = layout([*Storage(scheme).entries("up_proj", source.entries["up_proj.weight"]), *others])
             writer = TensorFileWriter(tmp_path / device.type, entries, {})
-            job = ShardJob(source, writer, scheme, {"up_proj.weight": "up_proj"}, preparation, device)
+            job = ShardJob(source, writer, {"up_proj.weight": "up_proj"}, choices, changes, device)
             statistics = job.run(list(tensors))
             writer.close()
         assert statistics["up_proj"]["measured_rows"] == 96
@@ -111,7 +113,8 @@ def test_the_linears_of_a_loaded_checkpoint_agree_with_the_cpu(dtype: torch.dtyp
     x = torch.randn(5, 256).to(dtype)
     integer = QuantizedLinear.from_float(float_linear, dtype=dtype)
     packed = PackedLinear(256, 96, True, 64, dtype=dtype)
-    stored = Scheme.of("w4a16", group_size=64).quantize(float_linear.weight.detach(), dtype)
+    scheme = checkpoint_scheme("w4a16")[0].with_groups(64)
+    stored = Storage(scheme).store(get_method("rtn").quantize(float_linear.weight.detach(), scheme.weight))
     packed.load_state_dict({**stored, "weight_shape": torch.tensor([96, 256]), "bias": float_linear.bias.detach()})
     with torch.no_grad():
         exact, y, weight = integer(x), packed(x), packed.dequantized_weight(dtype)

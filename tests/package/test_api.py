@@ -151,6 +151,7 @@ LAYERS = [
     ["plans"],
     ["dispatch"],
     ["autograd", "functional"],
+    ["schemes"],
     ["nn"],
     ["models", "parallel"],
     ["flow"],
@@ -162,9 +163,9 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEAVY = {"triton": "backends.triton", "transformers": "flow.hf"}
 
 
-def modules() -> list[tuple[str, Path]]:
+def modules(room: str = "") -> list[tuple[str, Path]]:
     found = []
-    for path in sorted(SOURCE.rglob("*.py")):
+    for path in sorted((SOURCE / room).rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found.append((".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path))
     return found
@@ -216,6 +217,60 @@ def test_imports_point_one_way(name: str, path: Path) -> None:
         assert RANK[below] < RANK[room] or below == room, f"{name} imports {below}, a layer above its own"
 
 
+#: The folders of the model flow, lowest first. Folders of one line do not import each other.
+FLOW = [["errors"], ["checkpoint"], ["transforms", "hf"], ["run"], ["__init__"]]
+
+
+@pytest.mark.parametrize(("name", "path"), modules("flow"), ids=[name for name, _ in modules("flow")])
+def test_imports_point_one_way_inside_the_flow(name: str, path: Path) -> None:
+    def folder(module: str) -> str:
+        return (*module.split("."), "__init__")[1]
+
+    rank = {part: i for i, line in enumerate(FLOW) for part in line}
+    for target in imported(name, path, ast.walk(ast.parse(path.read_text()))):
+        if target.startswith("baracuda.flow"):
+            below, own = folder(target.removeprefix("baracuda.")), folder(name)
+            assert rank[below] < rank[own] or below == own, f"{name} imports {target}, a folder above its own"
+
+
+@pytest.mark.parametrize("room", ["flow", "schemes", "models", "cli"])
+def test_no_module_of_a_room_imports_itself_by_a_detour(room: str) -> None:
+    files = dict(modules(room))
+    graph = {
+        name: {t if t in files else t.rpartition(".")[0] for t in named_imports(name, path)} & set(files) - {name}
+        for name, path in files.items()
+        if path.name != "__init__.py"
+    }
+    while leaves := [name for name, below in graph.items() if not below & set(graph)]:
+        for name in leaves:
+            del graph[name]
+    assert not graph, f"these import each other: {graph}"
+
+
+def named_imports(name: str, path: Path) -> set[str]:
+    """Every module, or name in a module, that a file imports relatively, as dotted names below `baracuda`."""
+    package = name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module.split(".") if node.module else [])]
+            found |= {".".join([*base, alias.name]) for alias in node.names} | {".".join(base)}
+    return found
+
+
+def test_transformers_is_imported_in_one_folder_only() -> None:
+    """And there inside functions, but for the one module that is transformers' own plug-in."""
+    for name, path in modules():
+        tree = ast.parse(path.read_text())
+        for scope, nodes in (("anywhere", ast.walk(tree)), ("at import", iter(tree.body))):
+            for node in nodes:
+                given = [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+                given += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if any(target.split(".")[0] == "transformers" for target in given):
+                    allowed = name == "flow.hf.quantizer" if scope == "at import" else name.startswith("flow.hf.")
+                    assert allowed, f"{name} imports transformers {scope}: what knows it is in flow/hf"
+
+
 @every_module
 def test_heavy_packages_wait_until_something_needs_them(name: str, path: Path) -> None:
     found = {module.split(".")[0] for module in imported(name, path, at_import_time(ast.parse(path.read_text())))}
@@ -227,7 +282,7 @@ def test_the_import_checks_see_imports(tmp_path: Path) -> None:
     file = tmp_path / "scope.py"
     file.write_text(
         "from ..plans.plan import Plan\nfrom .. import cli, __version__\n"
-        "import baracuda.flow.run.convert\nfrom baracuda.nn import x\n"
+        "import baracuda.flow.run.steps\nfrom baracuda.nn import x\n"
     )
     assert rooms("core.scope", file) == {"plans", "cli", "flow", "nn"}
     file.write_text("from ...core.optable import OPS\nfrom ..registry import Kernel\nfrom . import tune\n")

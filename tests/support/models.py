@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from baracuda.flow.checkpoint.tensorfile import write_tensors
-from baracuda.flow.hf.structure import quiet
+from baracuda.flow.hf.skeleton import quiet
 
 VOCABULARY = 160
 _SIZES: dict[str, Any] = {

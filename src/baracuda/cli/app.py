@@ -25,7 +25,14 @@ from ..backends.registry import BACKENDS, kernels
 from ..core.errors import BaracudaError
 from ..core.types import BackendKind
 from ..plans.plan import resolve_device
+from ..schemes import checkpoint_names, method_names
 from . import demo
+
+
+def one_of(names: list[str]) -> str:
+    """a, b or c"""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
+
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 console = Console()
@@ -87,7 +94,7 @@ def quantize(
     out: Annotated[
         Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
     ],
-    scheme: Annotated[str, typer.Option(help="w8a8, w8a8-smoothquant or w4a16.")] = "w8a8",
+    scheme: Annotated[str, typer.Option(help=f"{one_of(checkpoint_names())}.")] = "w8a8",
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
     ] = "dynamic",
@@ -95,9 +102,13 @@ def quantize(
     evaluate: Annotated[
         Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
     ] = None,
-    alpha: Annotated[
-        str, typer.Option(help="Strength of w8a8-smoothquant from 0 to 1, or auto: searched per layer.")
-    ] = "0.5",
+    smooth: Annotated[
+        bool, typer.Option("--smooth", help="Move outliers of the activations into the weights first (SmoothQuant).")
+    ] = False,
+    alpha: Annotated[str, typer.Option(help="Strength of smoothing from 0 to 1, or auto: searched per layer.")] = "0.5",
+    method: Annotated[
+        str, typer.Option(help=f"How weights become integers: {one_of(method_names())}; rtn rounds to nearest.")
+    ] = "rtn",
     ignore: Annotated[
         list[str] | None,
         typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
@@ -111,7 +122,7 @@ def quantize(
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
     with _errors(), _interrupted(out):
         from ..flow import quantize_checkpoint
-        from ..flow.run.convert import is_complete
+        from ..flow.run.steps import is_complete
 
         ended = resume and is_complete(out)
         with _bars() as progress:
@@ -122,6 +133,8 @@ def quantize(
                 activations=activations,
                 calibration=calibration,
                 evaluation=evaluate,
+                smooth=smooth or None,
+                method=method,
                 alpha=_alpha(alpha) if _given(context, "alpha") else None,
                 ignore=ignore or (),
                 group_size=group_size if _given(context, "group_size") else None,
@@ -145,7 +158,7 @@ def verify(
 ) -> None:
     """Check every tensor, scale and setting a server relies on; exits with 1 when something is wrong."""
     from ..flow import verify as check
-    from ..flow.checkpoint.verify import smoothed
+    from ..flow.checkpoint.compare import smoothed
 
     with _errors():
         _require_checkpoints(out, against)
@@ -174,28 +187,28 @@ def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")])
 
 @contextmanager
 def _errors() -> Iterator[None]:
-    """What baracuda raises on purpose is told in a sentence; anything else is a bug and keeps its trace."""
+    """Print the errors that baracuda raises on purpose as a sentence; anything else is a bug and keeps its trace."""
     try:
         yield
-    except (BaracudaError, OSError) as error:  # a full disk and a forbidden folder are no bugs either
-        message = str(error).replace("device='cpu'", "--device cpu")  # said for Python
+    except (BaracudaError, OSError) as error:  # a full disk is no bug either
+        message = str(error).replace("device='cpu'", "--device cpu")  # written for Python
         console.print(f"[red]{escape(message)}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
 
 
 @contextmanager
 def _interrupted(out: Path) -> Iterator[None]:
-    """Ctrl-C ends a run where it can go on, and it says how."""
+    """On Ctrl-C, say what is finished and how to resume."""
     try:
         yield
     except KeyboardInterrupt:
-        from ..flow.run.journal import FOLDER
+        from ..flow.checkpoint.directory import JOURNAL
 
-        told = "nothing was written"
-        if (out / FOLDER).exists():
-            told = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
+        outcome = "nothing was written"
+        if (out / JOURNAL).exists():
+            outcome = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
         if _first_rank():
-            console.print(f"[yellow]stopped: {told}[/]", highlight=False, soft_wrap=True)
+            console.print(f"[yellow]stopped: {outcome}[/]", highlight=False, soft_wrap=True)
         raise typer.Exit(130) from None
 
 
@@ -204,7 +217,7 @@ def _first_rank() -> bool:
 
 
 def _require_checkpoints(out: Path, against: Path | None) -> None:
-    """Raise where there is nothing to verify or to compare with: that is no finding about a checkpoint."""
+    """Raise where a directory is missing: that is an error of the call, not a finding about a checkpoint."""
     from ..flow import FlowError
     from ..flow.checkpoint.directory import Checkpoint
 
@@ -217,7 +230,7 @@ def _require_checkpoints(out: Path, against: Path | None) -> None:
 
 
 def _given(context: typer.Context, option: str) -> bool:
-    """Whether the user said it: what a scheme does not use is refused only then."""
+    """Whether the user gave the option: one that the scheme ignores is refused only then."""
     source = context.get_parameter_source(option)
     return source is not None and source.name != "DEFAULT"
 
@@ -243,7 +256,7 @@ def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
     tasks: dict[str, TaskID] = {}
 
     def progress(stage: str, done: int, total: int, label: str) -> None:
-        drawn.start()  # not before there is something to draw: an error then stands alone
+        drawn.start()  # not earlier: an error before the first step is printed without bars
         if stage not in tasks:
             tasks[stage] = drawn.add_task(stage, total=total, label="")
         drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))

@@ -58,7 +58,7 @@ def run(console: Console, device: torch.device, folder: Path | None = None) -> N
     columns = ("size", "lowest\nSQNR dB", "KL", "same top\ntoken", "verify", "time")
     table = Table(Column("scheme", no_wrap=True), *columns, title="baracuda quantize, then baracuda verify")
     for name, options in SCHEMES:
-        calibrated = options["scheme"] == "w8a8-smoothquant" or "activations" in options
+        calibrated = needs_calibration(options)
         if calibrated and tokens is None:
             continue
         out = folder / name.replace(", ", "-").lower()
@@ -81,38 +81,23 @@ def run(console: Console, device: torch.device, folder: Path | None = None) -> N
     console.print(NEXT.format(folder=folder), highlight=False, soft_wrap=True)
 
 
+def needs_calibration(options: dict[str, Any]) -> bool:
+    """Whether `quantize_checkpoint` needs data for these options."""
+    from ..flow.run.options import Options
+
+    return Options(**options).plan().needs_calibration
+
+
 def make_model(folder: Path) -> tuple[Path, Path | None]:
     """A model directory, and tokens to calibrate it with where transformers can run it."""
     torch.manual_seed(0)
     hidden, wide, vocabulary = 192, 512, 2048
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        import transformers
-    except ImportError:
-        return _make_weights(folder, hidden, wide), None
-    config = transformers.LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=wide,
-        num_hidden_layers=3,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        initializer_range=0.05,
-        tie_word_embeddings=True,
-    )
-    llama = transformers.LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in llama.named_parameters():
-            if name.endswith("layernorm.weight"):
-                parameter[torch.randperm(hidden)[:4]] *= 30
-            elif name.endswith(("o_proj.weight", "down_proj.weight")):
-                parameter.mul_(0.02)  # as in trained models, a layer adds a little to what is there
-    from ..flow.hf.structure import quiet
-
-    with quiet():
-        llama.save_pretrained(folder)
     from ..flow.checkpoint.tensorfile import write_tensors
+    from ..flow.hf.random_llama import save_random_llama
 
+    if not save_random_llama(folder, hidden, wide, vocabulary):
+        return _make_weights(folder, hidden, wide), None
     tokens = folder.parent / "tokens.safetensors"
     write_tensors(tokens, {"tokens": torch.randint(0, vocabulary, (8, 64))})
     return folder, tokens

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from .checkpoint.verify import Finding, verify
+from .checkpoint.check import Finding
 from .errors import CheckpointError, FlowError
 from .hf.load import load
-from .run.convert import quantize_checkpoint
+from .run.quantize import quantize_checkpoint
 from .run.report import rebuild as report
+from .run.verify import verify
 
 __all__ = ["CheckpointError", "Finding", "FlowError", "load", "quantize_checkpoint", "report", "verify"]

@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint, by name: `verify` lists these, everything else raises them."""
+"""The errors of the model flow: `verify` lists what is wrong with a checkpoint, everything else raises."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.errors import BaracudaError
+from ..core.patterns import flaw
 
 
 class CheckpointError(BaracudaError):
@@ -19,7 +20,7 @@ class CheckpointError(BaracudaError):
         super().__init__(message)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Exceptions are pickled by `args`, which hold the message alone; a pool of processes hands them on so."""
+        """Pickle with the code too: by default only `args`, the message, would reach another process."""
         return type(self), (self.code, *self.args), self.__dict__
 
 
@@ -28,11 +29,19 @@ class FlowError(BaracudaError):
 
 
 def some(names: list[str], shown: int = 3) -> str:
-    """A few names, and how many there are besides."""
+    """The first few names, and how many more there are."""
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
-#: What ends a message about a run that can go on.
+def require_pattern(pattern: str, where: str = "--ignore") -> None:
+    """Raise unless this is a usable pattern over module names; `where` says who wrote it."""
+    if (error := flaw(pattern)) is not None:
+        raise FlowError(
+            f"{where} {pattern[:80]}: not a regular expression: {error}; correct it, or drop re: for a shell pattern"
+        )
+
+
+#: How a message ends when the run can be resumed.
 RESUME = "repeat the command with --resume (in Python, resume=True)"
 
 
@@ -47,8 +56,8 @@ _REMEDIES = {
 
 
 @contextmanager
-def told(out: Path, then: str) -> Iterator[None]:
-    """What the system refuses while `out` is written, in a sentence; `then` says what to do once that is solved."""
+def os_errors_explained(out: Path, then: str) -> Iterator[None]:
+    """Turn an OSError raised while `out` is written into a FlowError with a remedy; `then` is the step after that."""
     try:
         yield
     except OSError as error:

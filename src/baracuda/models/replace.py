@@ -11,55 +11,14 @@ from torch import Tensor, nn
 
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported
 from ..core.patterns import flaw, matches
-from ..core.types import DynamicRangeMode, Element, ElementKind, member
+from ..core.types import DynamicRangeMode
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from ..nn.linear import require_linear
+from ..schemes import CalibrationData, Choice, LinearScheme, Recipe, Scheme, get_method, live_scheme
 
 #: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
 #: expression that matches from the start.
 Pattern = str | type[nn.Module]
-
-
-@dataclass(frozen=True)
-class LinearScheme:
-    """How a linear is quantized; weights are symmetric and per output channel throughout.
-
-    A symmetric range over u8 activations begins at 0, so that every negative one becomes 0. That fits what comes out of
-    a ReLU; for anything else take s8, or the asymmetric mode.
-    """
-
-    weight: Element = ElementKind.S8
-    """s8 or s4."""
-    activation: Element = ElementKind.S8
-    """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
-    """Whether activations have a zero point."""
-    static: bool = False
-    """One calibrated scale for all activations, instead of one for each token from its own range."""
-    q_min: int | None = None
-    """The lower end of a narrower range for the activations."""
-    q_max: int | None = None
-    """Its upper end: 7, after a `q_min` of -7, makes 4 bits."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", ElementKind.of(self.weight, "weight"))
-        object.__setattr__(self, "activation", ElementKind.of(self.activation, "activation"))
-        object.__setattr__(self, "mode", member(DynamicRangeMode, self.mode, "mode"))
-
-    @property
-    def _activations(self) -> dict[str, Any]:
-        return {"activation": self.activation, "mode": self.mode, "q_min": self.q_min, "q_max": self.q_max}
-
-
-#: "smoothquant" here is the linear with static activations. Smoothing rewrites the layers before it too, which takes
-#: a checkpoint and its architecture: that is `baracuda quantize`.
-SCHEMES: dict[str, LinearScheme] = {
-    "w8a8": LinearScheme(),
-    "w8a8-asymmetric": LinearScheme(mode=DynamicRangeMode.ASYMMETRIC),
-    "w8a8-smoothquant": LinearScheme(static=True),
-    "w4a8": LinearScheme(weight=ElementKind.S4),
-    "w4a4": LinearScheme(weight=ElementKind.S4, q_min=-7, q_max=7),
-}
 
 
 @dataclass
@@ -88,36 +47,40 @@ def quantize_model(
     targets: Iterable[Pattern] = (nn.Linear,),
     ignore: Iterable[Pattern] = (),
     input_scales: Mapping[str, Tensor | float] | None = None,
+    method: str = "rtn",
+    calibration: Mapping[str, CalibrationData] | None = None,
 ) -> Report:
     """Replace float linears by integer ones, in place.
 
-    The scheme is `w8a8`, `w8a8-asymmetric`, `w8a8-smoothquant`, `w4a8`, `w4a4` or a `LinearScheme`. Here
-    `w8a8-smoothquant` means static activations and smooths nothing; `baracuda quantize` smooths a checkpoint.
+    The scheme is `w8a8`, `w8a8-asymmetric`, `w8a8-static`, `w4a8`, `w4a4` or a `LinearScheme`. `w8a8-smoothquant` is
+    an older name of `w8a8-static`: a model in memory is not smoothed; `baracuda quantize` smooths a checkpoint.
 
-    A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name.
+    A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name. `method` turns
+    weights into integers: `rtn` rounds them to nearest. One that needs data takes it from `calibration`, by qualified
+    name.
     """
-    chosen, scales = _scheme(scheme), input_scales or {}
-    options = {"weight_element": chosen.weight, **chosen._activations}
-    (SmoothQuantLinear if chosen.static else QuantizedLinear)(1, 1, device="meta", **options)  # raises what is wrong
-    if chosen.static and chosen.mode is DynamicRangeMode.ASYMMETRIC:
-        raise Unsupported(
-            "a static asymmetric scheme needs zero points, which input_scales does not carry; "
-            "use prepare_qat, or mode='symmetric'"
-        )
-    if chosen.static and not scales:
+    recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
+    scales, data = input_scales or {}, calibration or {}
+    for choice in recipe.choices:
+        _require_computable(choice.scheme)
+    if recipe.static and not scales:
         raise InvalidProblem("input_scales: expected a calibrated scale for each linear of a static scheme, got none")
 
     def replace(name: str, module: nn.Module) -> nn.Module:
         linear = _require_replaceable(module)
         _require_finite(linear.weight)
-        if not chosen.static:
-            return QuantizedLinear.from_float(linear, **options)
-        if name not in scales:
+        scheme, method = recipe.of(name).scheme, recipe.of(name).method
+        static = scheme.activation.kind == "static"
+        if static and name not in scales:
             raise InvalidProblem("no calibrated scale: give one in input_scales")
-        return SmoothQuantLinear.from_float(linear, scales[name], **options)
+        quantized = method.quantize(linear.weight.detach(), scheme.weight, data.get(name))
+        if not static:
+            return QuantizedLinear.from_float(linear, quantized=quantized, **scheme.linear_options)
+        return SmoothQuantLinear.from_float(linear, scales[name], quantized=quantized, **scheme.linear_options)
 
     report = _replace(model, targets, ignore, replace)
-    report.unmatched += [name for name in scales if name not in report.replaced and name not in report.skipped]
+    known = {*report.replaced, *report.skipped}
+    report.unmatched += [name for name in dict.fromkeys((*scales, *data)) if name not in known]
     return report
 
 
@@ -133,13 +96,8 @@ def prepare_qat(
 
     The schemes are those of `quantize_model`; a static one needs no scales, since training finds them.
     """
-    chosen = _scheme(scheme)
-    options = {
-        "weight_element": chosen.weight,
-        "activation_strategy": "static" if chosen.static else "dynamic",
-        **chosen._activations,
-        **options,
-    }
+    chosen = live_scheme(scheme)
+    options = {**chosen.linear_options, "activation_strategy": chosen.activation.kind, **options}
     QATLinear(1, 1, device="meta", **options)  # raises what is wrong with them
 
     def replace(name: str, module: nn.Module) -> nn.Module:
@@ -200,14 +158,14 @@ def _replace(
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
-    """In inference torch's encoder layers multiply by their linears' weights without calling them. Not these."""
+    """Turn off the fast path of torch's encoder layers: it multiplies by weights without calling the linears."""
     layers = [m for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)]
     replaced = [m for m in layers if not type(m.linear1) is type(m.linear2) is nn.Linear]
     for layer in replaced:
         layer.activation_relu_or_gelu = 0  # what a layer with another activation has: its linears are called
     for encoder in model.modules():
         if isinstance(encoder, nn.TransformerEncoder) and any(layer in replaced for layer in encoder.layers):
-            encoder.use_nested_tensor = False  # which only the fast path takes
+            encoder.use_nested_tensor = False  # only the fast path takes nested tensors
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module | None, str, nn.Module]]:
@@ -248,15 +206,15 @@ def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
     return matches(pattern, name) or type(module).__name__ == pattern
 
 
-def _scheme(scheme: str | LinearScheme) -> LinearScheme:
-    if isinstance(scheme, LinearScheme):
-        return scheme
-    if scheme not in SCHEMES:
-        raise InvalidProblem(
-            f"scheme: expected a LinearScheme or one of {', '.join(SCHEMES)}, got {scheme!r}; "
-            "those of checkpoints, w4a16 among them, are for `baracuda quantize`"
+def _require_computable(scheme: Scheme) -> None:
+    """Raise unless there is an integer linear of this scheme whose scales `quantize_model` can be given."""
+    static = scheme.activation.kind == "static"
+    (SmoothQuantLinear if static else QuantizedLinear)(1, 1, device="meta", **scheme.linear_options)
+    if static and scheme.activation.mode is DynamicRangeMode.ASYMMETRIC:
+        raise Unsupported(
+            "a static asymmetric scheme needs zero points, which input_scales does not carry; "
+            "use prepare_qat, or mode='symmetric'"
         )
-    return SCHEMES[scheme]
 
 
 def _require_replaceable(module: nn.Module) -> nn.Linear:
@@ -280,7 +238,7 @@ _HOOKS = (
 
 
 def _require_no_hooks(module: nn.Module) -> None:
-    """Pruning and torch's older weight norm are hooks too, without which the weight is that of the last forward."""
+    """Raise where a module has hooks. Pruning and torch's older weight norm are hooks that compute the weight."""
     if any(getattr(module, name) for name in _HOOKS):
         raise Unsupported("has hooks, which would be lost: remove them, as prune.remove does, or add them afterwards")
 

@@ -17,13 +17,15 @@ from ..core.problem import Problem, dynamic_range
 from ..core.scope import PerChannel
 from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
 from ..functional import (
-    choose_qparams,
     dequantize,
     fake_quantize,
     quantize,
     quantized_linear,
     smoothquant_linear,
 )
+from ..schemes.formats import WeightFormat
+from ..schemes.method import QuantizedWeight
+from ..schemes.methods.rtn import round_with, rtn
 from .row_sums import RowSums
 
 
@@ -79,16 +81,17 @@ class IntegerLinear(nn.Module):
         has_bias = linear.bias is not None
         return cls(linear.in_features, linear.out_features, has_bias, device=linear.weight.device, **options)
 
-    def _take(self, linear: nn.Linear, weight_scale: Tensor | None = None) -> Self:
-        """Fill from a float linear, its weight quantized per output channel over a symmetric range."""
-        weight = linear.weight.detach()
-        low, high = dynamic_range(self.weight_element, DynamicRangeMode.SYMMETRIC)
-        if weight_scale is None:
-            scope, kind = PerChannel(0), self.weight_element
-            weight_scale, _ = choose_qparams(weight, scope=scope, dtype=kind, q_min=low, q_max=high)
-        scale = weight_scale.detach().reshape(-1).to(torch.float32)
-        q = quantize(weight, scale, scope=PerChannel(0), dtype=self.weight_element, q_min=low, q_max=high)
-        self.weight, self.weight_scale = q, scale.view(-1, 1)
+    def _take(
+        self, linear: nn.Linear, weight_scale: Tensor | None = None, quantized: QuantizedWeight | None = None
+    ) -> Self:
+        """Fill from a float linear: with its weight as `quantized`, or else rounded to nearest."""
+        weight, format = linear.weight.detach(), WeightFormat(self.weight_element)
+        if quantized is None and weight_scale is None:
+            quantized = rtn.quantize(weight, format)
+        elif quantized is None and weight_scale is not None:
+            quantized = round_with(weight, weight_scale.detach().reshape(-1).to(torch.float32), format)
+        assert quantized is not None
+        self.weight, self.weight_scale = quantized.q, quantized.scale.view(-1, 1)
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
         return self.train(linear.training)
@@ -162,12 +165,20 @@ class QuantizedLinear(IntegerLinear):
         return dynamic_range(self.activation, self.mode, q_min, q_max)
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, *, weight_scale: Tensor | None = None, **options: Any) -> Self:
+    def from_float(
+        cls,
+        linear: nn.Linear,
+        *,
+        weight_scale: Tensor | None = None,
+        quantized: QuantizedWeight | None = None,
+        **options: Any,
+    ) -> Self:
         """Quantize a float linear; the options are those of the constructor.
 
-        `weight_scale`, one per output channel, stands in for the scales of the weight's own range.
+        `weight_scale`, one per output channel, stands in for the scales of the weight's own range. `quantized` is the
+        weight as some method has quantized it.
         """
-        return cls._sized_as(linear, **options)._take(linear, weight_scale)
+        return cls._sized_as(linear, **options)._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
         x = under_autocast(x)
@@ -222,12 +233,13 @@ class SmoothQuantLinear(IntegerLinear):
         input_zero_point: Tensor | int | None = None,
         *,
         weight_scale: Tensor | None = None,
+        quantized: QuantizedWeight | None = None,
         **options: Any,
     ) -> Self:
         """Quantize a float linear whose inputs have the given scale; a zero point makes it asymmetric.
 
-        `weight_scale`, one per output channel, stands in for the scales of the weight's own range. The options are
-        those of the constructor.
+        `weight_scale`, one per output channel, stands in for the scales of the weight's own range. `quantized` is the
+        weight as some method has quantized it. The options are those of the constructor.
         """
         mode = DynamicRangeMode.SYMMETRIC if input_zero_point is None else DynamicRangeMode.ASYMMETRIC
         require_linear(linear)
@@ -237,7 +249,7 @@ class SmoothQuantLinear(IntegerLinear):
         if input_zero_point is not None and made.input_zero_point is not None:
             numbers = activation_zero_point_numbers(problem)
             made.input_zero_point = one_value(input_zero_point, "input_zero_point", made.input_zero_point, numbers)
-        return made._take(linear, weight_scale)
+        return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.is_floating_point():

@@ -13,7 +13,8 @@ import torch
 
 import baracuda
 from baracuda.flow import quantize_checkpoint, verify
-from baracuda.flow.run.journal import FOLDER, Journal
+from baracuda.flow.checkpoint.directory import JOURNAL
+from baracuda.flow.run.journal import Journal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -45,7 +46,7 @@ def test_a_companion_is_copied_in_blocks(tmp_path: Path) -> None:
     size = 64 << 20
     with (tmp_path / "large").open("wb") as file:
         os.truncate(file.fileno(), size)
-    (tmp_path / "out" / FOLDER).mkdir(parents=True)
+    (tmp_path / "out" / JOURNAL).mkdir(parents=True)
     tracemalloc.start()
     try:
         Journal(tmp_path / "out").copy(tmp_path / "large", tmp_path / "out" / "sub" / "large")

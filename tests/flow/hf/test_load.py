@@ -16,7 +16,7 @@ import torch
 import baracuda
 from baracuda.flow import CheckpointError, FlowError, quantize_checkpoint, verify
 from baracuda.flow.hf.packed import PackedLinear
-from baracuda.flow.hf.structure import quiet
+from baracuda.flow.hf.skeleton import quiet
 from baracuda.nn import QuantizedLinear, SmoothQuantLinear
 
 transformers = pytest.importorskip("transformers")

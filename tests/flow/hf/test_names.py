@@ -18,7 +18,7 @@ import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.hf.names import match_names
-from baracuda.flow.hf.structure import model_class, quiet
+from baracuda.flow.hf.skeleton import model_class, quiet
 from baracuda.nn import QuantizedLinear
 
 transformers = pytest.importorskip("transformers")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.hf.packed import PackedLinear
-from baracuda.flow.hf.structure import quiet
+from baracuda.flow.hf.skeleton import quiet
 from baracuda.flow.hf.surroundings import casts_to_its_type, taken_apart
 
 transformers = pytest.importorskip("transformers")
@@ -284,7 +284,7 @@ def test_verify_finds_integers_where_the_code_computes_with_the_weight(
     """As a tool writes them that looks at the modules alone."""
     models.save_built(rwkv, tmp_path / "model")
     with monkeypatch.context() as patch:
-        patch.setattr("baracuda.flow.hf.structure.taken_apart", lambda model: set())
+        patch.setattr("baracuda.flow.hf.skeleton.taken_apart", lambda model: set())
         quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     found = {
         finding.where: finding.message for finding in verify(tmp_path / "out") if finding.code == "config-mismatch"

@@ -99,10 +99,10 @@ def test_a_file_system_without_locks_is_told_and_used(
 def test_whatever_ends_calibration_leaves_no_unfinished_run(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare(*_: object) -> None:
+    def calibrate(*_: object) -> None:
         raise IndexError("index out of range in self")
 
-    monkeypatch.setattr("baracuda.flow.run.prepare.prepare", prepare)
+    monkeypatch.setattr("baracuda.flow.run.calibrate.calibrate", calibrate)
     tokens = models.tokens(tmp_path / "tokens.safetensors")
     with pytest.raises(IndexError):
         quantize_checkpoint(source, tmp_path / "out", activations="static", calibration=tokens)
@@ -113,10 +113,10 @@ def test_whatever_ends_calibration_leaves_no_unfinished_run(
 def test_a_run_that_cannot_begin_leaves_a_directory_that_was_there(
     how: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prepare(*_: object) -> None:
+    def calibrate(*_: object) -> None:
         raise IndexError("index out of range in self")
 
-    monkeypatch.setattr("baracuda.flow.run.prepare.prepare", prepare)
+    monkeypatch.setattr("baracuda.flow.run.calibrate.calibrate", calibrate)
     tokens, there = models.tokens(tmp_path / "tokens.safetensors"), tmp_path / "there"
     there.mkdir()
     (tmp_path / "link").symlink_to(there)

@@ -56,12 +56,12 @@ if sys.argv[1] == "slow":
         stream.ShardJob._work = work
 options = {}
 if sys.argv[1] == "broken":
-    import baracuda.flow.run.prepare as preparing
-    def prepare(*arguments):
+    import baracuda.flow.run.calibrate as calibration
+    def calibrate(*arguments):
         if os.environ["RANK"] == "1":
             raise IndexError("index out of range in self")
         arguments[5].barrier()
-    preparing.prepare = prepare
+    calibration.calibrate = calibrate
     options = dict(activations="static", calibration=sys.argv[4])
 if sys.argv[1] == "smooth":
     options = dict(scheme="w8a8-smoothquant", activations="static", alpha="auto", calibration=sys.argv[4])

@@ -14,7 +14,7 @@ import torch
 
 from baracuda.cli.demo import summary
 from baracuda.flow import FlowError, quantize_checkpoint, report
-from baracuda.flow.hf.structure import quiet
+from baracuda.flow.hf.skeleton import quiet
 from baracuda.flow.run.page import _ticks, page
 
 pytest.importorskip("transformers")

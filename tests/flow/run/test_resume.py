@@ -20,7 +20,7 @@ DRIVER = """
 import json, os, random, signal, sys, time
 sys.modules["transformers"] = None
 from pathlib import Path
-import baracuda.flow.run.convert as convert
+from baracuda.flow import quantize_checkpoint
 
 source, folder, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 
@@ -42,7 +42,7 @@ def child(out, resume, crash_at=None, delay=0.0):
         setattr(os, name, wrapped(getattr(os, name)))
     Path.unlink = wrapped(Path.unlink)
     try:
-        convert.quantize_checkpoint(source, out, resume=resume)
+        quantize_checkpoint(source, out, resume=resume)
         if mode == "count":
             (folder / "count").write_text(str(count))
         os._exit(0)
@@ -124,7 +124,7 @@ def test_a_run_that_died_after_calibrating_does_not_calibrate_again(
         with pytest.raises(FlowError, match="full"):
             quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)
     with monkeypatch.context() as forbidden:
-        forbidden.setattr("baracuda.flow.run.prepare.prepare", None)
+        forbidden.setattr("baracuda.flow.run.calibrate.calibrate", None)
         quantize_checkpoint(tmp_path / "model", tmp_path / "out", resume=True, **options)
     assert models.contents(tmp_path / "out") == models.contents(tmp_path / "whole")
 
@@ -203,5 +203,5 @@ def test_a_report_that_does_not_say_what_it_was_made_from_is_not_taken_for_this_
 
 
 def test_a_result_stands_whichever_version_made_it(source: Path, ended: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baracuda.flow.run.convert.__version__", "99")
+    monkeypatch.setattr("baracuda.flow.run.steps.__version__", "99")
     assert quantize_checkpoint(source, ended, ignore="*.layers.0.*", resume=True)["baracuda"] != "99"

@@ -16,7 +16,7 @@ from baracuda import PerChannel, PerGroup
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.tensorfile import TensorFile, read_tensors, write_tensors
 from baracuda.flow.errors import CheckpointError
-from baracuda.flow.run.convert import _own_device
+from baracuda.flow.run.quantize import _own_device
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -9,7 +9,7 @@ import models
 import pytest
 
 from baracuda.flow import FlowError, quantize_checkpoint
-from baracuda.flow.run.calibrate import _read_texts, read_sequences, require_data
+from baracuda.flow.run.data import _read_texts, read_sequences, require_data
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,10 +12,10 @@ from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint
 from baracuda.flow.checkpoint.tensorfile import write_tensors
-from baracuda.flow.hf.structure import quiet
-from baracuda.flow.run.calibrate import read_sequences
-from baracuda.flow.run.preparation import Preparation
-from baracuda.flow.run.prepare import _input_scales
+from baracuda.flow.hf.skeleton import quiet
+from baracuda.flow.run.calibrate import _input_scales
+from baracuda.flow.run.changes import Changes
+from baracuda.flow.run.data import read_sequences
 from baracuda.flow.transforms.folds import Folds
 from baracuda.flow.transforms.smooth import Smoothing
 from baracuda.flow.transforms.trace import Value
@@ -99,11 +99,11 @@ def test_the_length_that_is_advised_is_one_that_the_model_reads(
 
 def test_a_model_that_recovers_from_nothing_gets_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where a bad index ends everything."""
-    from baracuda.flow.run import prepare
+    from baracuda.flow.hf import forward
 
-    monkeypatch.setattr(prepare, "reads", lambda *_: False)
+    monkeypatch.setattr(forward, "reads", lambda *_: False)
     with pytest.raises(FlowError, match=r"of 30 tokens, but the model fails on it: pass a smaller --sequence-length$"):
-        prepare.require_short(nn.Linear(1, 1), torch.arange(30), "calibration")
+        forward.require_short(nn.Linear(1, 1), torch.arange(30), "calibration")
 
 
 def test_a_model_without_a_limit_is_given_none(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_static_activations_name_the_layers_that_calibration_never_reached() -> 
     maxima = {"a.weight": torch.ones(4)}
     told = r"it saw no input of b, c, d and 1 more; --ignore them, or use --activations dynamic$"
     with pytest.raises(FlowError, match=told):
-        _input_scales(Preparation(), folds, maxima, Smoothing(), names)
+        _input_scales(Changes(), folds, maxima, Smoothing(), names)
 
 
 def test_static_activations_reach_the_linears_of_falcon(tmp_path: Path) -> None:

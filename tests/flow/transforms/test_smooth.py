@@ -10,14 +10,16 @@ import torch
 from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint, verify
+from baracuda.flow.checkpoint.compare import smoothed
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
-from baracuda.flow.checkpoint.verify import smoothed
-from baracuda.flow.run.calibrate import Observer, batches, channel_maximum, read_sequences
-from baracuda.flow.run.distributed import Team
-from baracuda.flow.run.prepare import analyse, arguments, choose, measure, passes_gate
+from baracuda.flow.hf.forward import arguments
+from baracuda.flow.run.calibrate import analyse, choose, measure, passes_gate
+from baracuda.flow.run.data import batches, read_sequences
+from baracuda.flow.run.measure import InputRecorder, Measured, channel_maximum
 from baracuda.flow.transforms.folds import Fold, Folds, Producer, find_folds
 from baracuda.flow.transforms.smooth import Gate, Smoothing, output_error, strength
 from baracuda.flow.transforms.trace import Value, trace
+from baracuda.schemes import Choice, Recipe, live_scheme
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,15 +71,21 @@ EXPECTED = {
 }
 
 
+RECIPE = Recipe(Choice(live_scheme("w8a8")))
+
+
+def measured(model: nn.Module, folds: Folds, data: list[torch.Tensor], keep_rows: bool = False) -> Measured:
+    recorder = InputRecorder(model, list(folds.inputs.values()), keep_rows=keep_rows)
+    return measure(model, recorder, data, torch.device("cpu"), lambda *_: None)
+
+
 @pytest.mark.parametrize("name", EXPECTED)
 def test_folds_are_found_and_pass_the_gate(name: str, tmp_path: Path) -> None:
     model = models.build(name)
     folds = analyse(model, linears(model), torch.device("cpu"))
     assert pairs(folds) == EXPECTED[name]
     data = batches(list(read_tensors(models.tokens(tmp_path / "t.safetensors"))["tokens"]))
-    groups, device = Folds(folds.folds, folds.reasons, folds.inputs), torch.device("cpu")
-    maxima, _ = measure(model, groups, data, Team(), device, lambda *_: None, keep_rows=False)
-    smoothing = choose(model, folds, maxima, {}, 0.5, False)
+    smoothing = choose(model, folds, measured(model, folds, data), 0.5, RECIPE)
     axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
     moved = {name: p.clone() for name, p in model.named_parameters()}
     result = passes_gate(model, smoothing, folds, axes, data[0][:2])
@@ -192,9 +200,9 @@ def test_the_gate_sees_a_bias_that_was_not_divided_in_any_type(dtype: torch.dtyp
 
 def smoothed_model(model: nn.Module) -> tuple[Folds, Smoothing, dict[str, int]]:
     folds = analyse(model, linears(model), torch.device("cpu"))
-    maxima, _ = measure(model, folds, [models.prompt()], Team(), torch.device("cpu"), lambda *_: None, keep_rows=False)
+    found = measured(model, folds, [models.prompt()])
     axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
-    return folds, choose(model, folds, maxima, {}, 0.5, False), axes
+    return folds, choose(model, folds, found, 0.5, RECIPE), axes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -293,11 +301,11 @@ def test_the_maxima_of_batches_are_those_of_all_rows(dtype: torch.dtype) -> None
     model, x = nn.Sequential(nn.Linear(8, 4)).to(dtype), torch.randn(3, 5, 8).to(dtype)
     x[..., 2] = 0
     x[1, 3, 4] = -50
-    observer = Observer(model, [["0.weight"]], keep_rows=False)
+    recorder = InputRecorder(model, [["0.weight"]], keep_rows=False)
     for batch in x:
         model(batch)
-    observer.remove()
-    maxima, _ = observer.reduce(Team())
+    recorder.remove()
+    maxima = recorder.reduce().maxima
     assert torch.equal(maxima["0.weight"], x.abs().amax((0, 1)).float()) and maxima["0.weight"][4] == 50
     x[2, 0, 1] = float("nan")
     assert channel_maximum(x[2]).isnan().tolist() == [False, True, *[False] * 6]
@@ -328,18 +336,19 @@ def _static_errors(model: nn.Module, report: dict, tokens: Path, directory: Path
     """The output error of each smoothed group, recomputed from what the report says was chosen."""
     folds = analyse(model, linears(model), torch.device("cpu"))
     data = batches(read_sequences(tokens, directory, samples=99, length=99, blocks=True))
-    maxima, rows = measure(model, folds, data, Team(), torch.device("cpu"), lambda *_: None, keep_rows=True)
+    found = measured(model, folds, data, keep_rows=True)
     parameters = dict(model.named_parameters())
     alphas = {f"{layer['name']}.weight": layer["alpha"] for layer in report["layers"]}
     from baracuda.flow.transforms.smooth import channel_maxima
 
     errors = []
     for fold in folds.folds:
-        activation, weight = channel_maxima(fold, maxima, parameters)
+        activation, weight = channel_maxima(fold, found.maxima, parameters)
         alpha = alphas[fold.absorbers[0].parameter]
         divisor = torch.ones_like(activation) if alpha is None else strength(activation, weight, alpha)
         for a in fold.absorbers:
-            errors.append(output_error(rows[a.parameter], parameters[a.parameter], divisor[list(a.channels)], True))
+            x, scaled = found.rows[a.parameter], divisor[list(a.channels)]
+            errors.append(output_error(x, parameters[a.parameter], scaled, live_scheme("w8a8-static")))
     return errors
 
 

@@ -1,26 +1,27 @@
-"""What a model directory holds beside the weights: tokenizer, settings, layers of other libraries, licences."""
+"""The files of a model directory beside its weights: tokenizer, settings, layers of other libraries, licences."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from ..run.journal import FOLDER
-from ..run.report import FILES, JSON
-from .directory import FOREIGN_WEIGHTS, INDEX
+from .directory import FOREIGN_WEIGHTS, INDEX, JOURNAL, REPORT, REPORT_PAGE
 
 
 def companions(directory: Path, out: Path) -> list[Path]:
-    """The files that come along from `directory` into `out`, relative to both.
+    """The files to copy from `directory` to `out`, as paths relative to both.
 
-    Safetensors of the directory itself are the model's weights; in its folders they are something else, such as the
-    dense layer of a sentence-transformers model. Folders that hold a result, `out` too if it is in there, stay.
+    Safetensors of the directory itself are the model's weights. In its folders they are something else, such as the
+    dense layer of a sentence-transformers model. Folders that hold a result of `baracuda quantize` are not copied, and
+    neither is `out`, which may be one of them.
     """
     found = []
     for folder, folders, names in os.walk(directory):
         here = Path(folder)
         folders[:] = sorted(f for f in folders if not f.startswith(".") and not _is_result(here / f, out))
-        for path in (here / name for name in sorted(names) if not name.startswith(".") and name not in FILES):
+        for path in (
+            here / name for name in sorted(names) if not name.startswith(".") and name not in (REPORT, REPORT_PAGE)
+        ):
             own = here == directory and (path.suffix == ".safetensors" or path.name in ("config.json", INDEX))
             if not own and path.suffix not in FOREIGN_WEIGHTS and path.is_file():
                 found.append(path.relative_to(directory))
@@ -28,4 +29,4 @@ def companions(directory: Path, out: Path) -> list[Path]:
 
 
 def _is_result(folder: Path, out: Path) -> bool:
-    return folder.resolve() == out.resolve() or (folder / JSON).exists() or (folder / FOLDER).exists()
+    return folder.resolve() == out.resolve() or (folder / REPORT).exists() or (folder / JOURNAL).exists()

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .scheme import FLOATS
+from .storage import FLOATS
 from .tensorfile import Entry, TensorFile, parse_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+#: What a run writes beside the weights: its journal, until it has ended, and its report.
+JOURNAL = ".baracuda"
+REPORT = "baracuda_report.json"
+REPORT_PAGE = "baracuda_report.html"
 #: A configuration or an index of more than this is an attack or an accident.
 MAX_JSON_BYTES = 200_000_000
 #: Weights in formats other than safetensors. Some of them run code when loaded: none is ever opened.

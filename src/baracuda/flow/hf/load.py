@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from ...plans.plan import resolve_device
+from ..checkpoint.check import require_stored
+from ..checkpoint.config import parse_config
 from ..checkpoint.directory import read_json
-from ..checkpoint.scheme import STORED, parse_config
-from ..checkpoint.verify import require_stored
+from ..checkpoint.storage import STORED
 from ..errors import FlowError, some
-from .structure import model_class, model_config, quiet
+from .skeleton import model_class, model_config, quiet, require_transformers
 
 
 def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
@@ -27,15 +28,15 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
     try:
-        scheme = parse_config(quantization)  # says what is unreadable before anything is loaded
+        recipe = parse_config(quantization)  # says what is unreadable before anything is loaded
     except FlowError as error:
         raise FlowError(
             f"{directory}: {error}; baracuda.load reads what `baracuda quantize` writes; load other checkpoints with "
             "transformers"
         ) from None
     require_transformers("baracuda.load builds transformers models")
-    require_stored(directory, scheme)
-    from .quantizer import METHOD  # needs transformers, and tells it about our modules
+    require_stored(directory, recipe)
+    from .quantizer import METHOD  # needs transformers, and registers our quantizer with it
 
     config = model_config(directory)
     config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
@@ -43,9 +44,9 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
 
 
 def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Module:
-    """The model as transformers reads it, from safetensors only; transformers makes up what is not there, this raises.
+    """The model as transformers reads it, from safetensors only. Raises where transformers would initialize a tensor.
 
-    Floats that nothing reads are no reason: many a checkpoint has a head of its training left.
+    Float tensors that nothing reads are allowed: many checkpoints still have a head from their training.
     """
     import transformers
 
@@ -76,10 +77,3 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Mod
             + "; make or download the checkpoint again"
         )
     return model
-
-
-def require_transformers(why: str) -> None:
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise FlowError(f"{why}: pip install 'baracuda[flow]'") from None

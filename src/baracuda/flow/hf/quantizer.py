@@ -1,6 +1,6 @@
-"""What tells transformers how to load what baracuda runs; to import it, which needs transformers, is to tell.
+"""baracuda's quantizer for transformers. Importing this module registers it, and needs transformers.
 
-The classes stand in a module of their own so that a loaded model, which holds them, can be pickled.
+The classes have a module of their own, so that a loaded model, which holds them, can be pickled.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...core.patterns import matches
 from ...nn import QuantizedLinear, SmoothQuantLinear
-from ..checkpoint.experts import SERIALIZED, expert_sources, float_experts
-from ..checkpoint.scheme import Scheme, parse_config
+from ...schemes import Scheme
+from ..checkpoint.config import parse_config
+from ..checkpoint.storage import Storage
+from ..errors import FlowError
+from .experts import SERIALIZED, expert_sources, float_experts
 from .packed import PackedLinear
-from .structure import stay_float
+from .skeleton import stay_float
 
 METHOD = "baracuda"
 
@@ -37,10 +40,11 @@ class FloatExperts(ConversionOps):  # type: ignore[misc]
     """Packed experts, made float for the stack that transformers computes with."""
 
     def __init__(self, quantizer: Any) -> None:
-        self.scheme = parse_config(quantizer.quantization_config.compressed_tensors)
+        self.recipe = parse_config(quantizer.quantization_config.compressed_tensors)
 
     def convert(self, input_dict: Any, *_: Any, model: Any, full_layer_name: str, **__: Any) -> dict[str, Any]:
-        return float_experts(self.scheme, input_dict, model.get_parameter(full_layer_name).dtype)
+        storage = Storage(self.recipe.of(full_layer_name).scheme)
+        return float_experts(storage, input_dict, model.get_parameter(full_layer_name).dtype)
 
 
 @register_quantizer(METHOD)
@@ -52,23 +56,26 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def get_load_operations(self) -> dict[str, Any]:
         return {"dequantize": FloatExperts}
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: nn.Module) -> list[Any]:
-        """Experts are made of what is serialized. Whatever else transformers joins or cuts is float: as it was."""
+    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+        """Build experts from the serialized tensors. All other tensors that transformers joins or cuts are float.
+
+        Some versions of transformers pass the model too, others do not: it is handed on where it is given.
+        """
         updated: list[Any] = []
         for conversion in weight_conversions:
             serialized = bool(expert_sources(conversion))
-            updated += super().update_weight_conversions([conversion], model) if serialized else [conversion]
+            updated += super().update_weight_conversions([conversion], *model) if serialized else [conversion]
         return updated
 
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
         config = self.quantization_config.compressed_tensors
-        scheme, ignore = parse_config(config), config["ignore"]
+        recipe, ignore = parse_config(config), config["ignore"]
         floats = stay_float(model)
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear) or name in floats:
                 continue
             if not any(matches(pattern, name) for pattern in ignore):
-                model.set_submodule(name, quantized_linear(module, scheme, module.weight.dtype))
+                model.set_submodule(name, quantized_linear(module, recipe.of(name).scheme, module.weight.dtype))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
     def is_serializable(self) -> bool:
@@ -80,9 +87,12 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
 
 def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
-    """An empty module of the checkpoint's shape for a float one, where its weights are about to be loaded."""
+    """A module that computes this scheme, of the shape of a float linear; its weights are loaded afterwards."""
     n, k, bias, device = linear.out_features, linear.in_features, linear.bias is not None, linear.weight.device
-    if scheme.packed:
-        return PackedLinear(k, n, bias, scheme.group_size, device=device, dtype=dtype)
-    kind = SmoothQuantLinear if scheme.activations == "static" else QuantizedLinear
-    return kind(k, n, bias, device=device, dtype=dtype)
+    size = scheme.weight.group_size
+    if scheme.activation.kind == "float" and scheme.weight.element.is_packed and size is not None:
+        return PackedLinear(k, n, bias, size, device=device, dtype=dtype)
+    if scheme.activation.kind == "float" or scheme.weight.element.is_packed:
+        raise FlowError(f"{scheme}: no module computes this scheme from a checkpoint; use w8a8 or w4a16")
+    kind = SmoothQuantLinear if scheme.activation.kind == "static" else QuantizedLinear
+    return kind(k, n, bias, device=device, dtype=dtype, **scheme.linear_options)

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from ...core.patterns import matches
+from ...schemes import Choice, Recipe
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.experts import stacked_experts, unstacked_experts
-from ..checkpoint.scheme import FLOATS, Scheme
+from ..checkpoint.fusion import fused_with
+from ..checkpoint.storage import FLOATS, Storage
 from ..errors import CheckpointError, FlowError, some
+from .experts import stacked_experts, unstacked_experts
 from .names import Names, cuts_weights, match_names
-from .surroundings import casts_to_its_type, needs_float_weights, taken_apart
+from .skeleton import SHARED, skeleton, stay_float, tied_weights
+from .surroundings import casts_to_its_type, needs_float_weights
 
 #: Used when transformers does not know the model. The report says so.
 RULES = (
@@ -31,17 +30,8 @@ _NOT_LINEAR = re.compile(
 HEAD = "lm_head"
 #: Linears that choose experts, as does all that is in a `router`: servers read them in floating point only.
 ROUTERS = ("gate", "shared_expert_gate")
-#: Subclasses of nn.Linear that compute what it does.
-PLAIN = ("FalconLinear",)
 _EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
-#: Layers that servers run as one: they share a scheme and an input scale.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
 NOT_STORED = "not stored"
-SHARED = "shares its weight with another module"
-#: Settings that say how often something is built, and more than any model has: building that would take for ever.
-_COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|experts?)$")
-_NO_COUNT = re.compile(r"vocab|size|dim")
-MAX_REPEATS, MAX_EXPERTS = 10_000, 100_000
 
 
 @dataclass
@@ -50,6 +40,8 @@ class Structure:
 
     source: str
     linears: dict[str, str] = field(default_factory=dict)
+    #: Module name -> the scheme and the method of each Linear to quantize.
+    choices: dict[str, Choice] = field(default_factory=dict)
     #: Module name -> reason, for every Linear (or what looks like one) that stays in floating point.
     left: dict[str, str] = field(default_factory=dict)
     #: Checkpoint module name -> module name in the transformers model.
@@ -113,7 +105,8 @@ def _family(module: str) -> str:
     return re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(module))
 
 
-def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = ()) -> Structure:
+def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = ()) -> Structure:
+    """The Linears of a checkpoint to quantize, each with its scheme and method, and the reasons why others stay."""
     if "quantization_config" in source.config:
         raise FlowError(f"{source.directory}: already quantized; start from the floating-point checkpoint")
     try:
@@ -124,10 +117,10 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = (
         raise FlowError(
             f"transformers cannot build the model of config.json: {type(error).__name__}: {error}"
         ) from None
-    structure = _from_model(model, source, scheme) if model is not None else _from_rules(source, why)
+    structure = _from_model(model, source, recipe) if model is not None else _from_rules(source, why)
     for tensor, module in list(structure.linears.items()):
         name = structure.modules.get(module, module)
-        reason = scheme.declines(source.entry(tensor))
+        reason = Storage(recipe.of(module, name).scheme).declines(source.entry(tensor))
         if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
             reason = "ignored on request"
         if _ends_in(name, HEAD) or _ends_in(module, HEAD):
@@ -141,22 +134,26 @@ def find_linears(source: Checkpoint, scheme: Scheme, ignore: tuple[str, ...] = (
     _leave_whole_families(structure, source)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
+    names = {module: structure.modules.get(module, module) for module in structure.linears.values()}
+    structure.choices = {module: recipe.of(module, name) for module, name in names.items()}
     if model is not None:
         structure.unstacked = unstacked_experts(model)
-        structure.unopened = _why_unopened(structure, model, scheme)
+        structure.unopened = _why_unopened(structure, model)
     return structure
 
 
-def _why_unopened(structure: Structure, model: torch.nn.Module, scheme: Scheme) -> str | None:
-    """What transformers' own reader fails on, or None; `model` is of no use afterwards."""
+def _why_unopened(structure: Structure, model: torch.nn.Module) -> str | None:
+    """What transformers' own reader fails on, or None. `model` cannot be used afterwards."""
     kind = type(model).__name__
-    packed = [structure.modules[module] for module in structure.linears.values() if module in structure.modules]
-    if cuts_weights(model, packed if scheme.packed else []):
+    choices = structure.choices.items()
+    stored_packed = [module for module, choice in choices if Storage(choice.scheme).packed]
+    packed = [structure.modules[module] for module in stored_packed if module in structure.modules]
+    if cuts_weights(model, packed):
         return (
             f"its rules for {kind} cut a weight into several, which it refuses to do with quantized ones, even where "
             "no file holds such a weight. baracuda.load opens it."
         )
-    if scheme.packed and needs_float_weights(model, packed):
+    if stored_packed and needs_float_weights(model, packed):
         return (
             f"its {kind} asks Linears for a float weight when it has loaded, and packed ones have none. baracuda.load "
             "opens it; --scheme w8a8 packs nothing."
@@ -222,116 +219,12 @@ def _require_whole_families(structure: Structure) -> None:
             )
 
 
-def fused_with(module: str) -> list[str]:
-    """The modules that servers run as one layer with this one, by their names; itself among them, or alone."""
-    parent, dot, leaf = module.rpartition(".")
-    return [f"{parent}{dot}{name}" for name in next((family for family in FUSED if leaf in family), (leaf,))]
-
-
 def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
     """A Linear that must stay float keeps those beside it float that servers run as one layer with it."""
     for module in [name for name in structure.left if f"{name}.weight" in source.where]:
         for name in fused_with(module):
             if structure.linears.pop(f"{name}.weight", None) is not None:
                 structure.left[name] = f"servers run it as one layer with {module}, which stays in floating point"
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """transformers without its own bars and notices: this program draws its own."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def model_config(directory: Path) -> Any:
-    """What transformers makes of a config.json, alone: code that comes with a model is not run, nor asked about."""
-    import transformers
-
-    with quiet():
-        try:
-            return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise FlowError(
-                f"{directory}: expected a model that transformers {transformers.__version__} knows without code of its "
-                f"own, which baracuda never runs; quantize it without calibration ({str(error)[:200]})"
-            ) from None
-
-
-def model_class(config: Any) -> Any:
-    """The transformers model a config names, or else the one below the heads of its kind; None where it has neither.
-
-    A name that is not transformers' own may be that of code beside the model, which can be built in any way.
-    """
-    import transformers
-
-    name = (getattr(config, "architectures", None) or [None])[0]
-    found = getattr(transformers, name, None) if isinstance(name, str) else None
-    if isinstance(found, type) and issubclass(found, torch.nn.Module):
-        return found
-    if getattr(config, "auto_map", None):
-        return None
-    found = transformers.MODEL_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, (list, tuple)) else found
-
-
-def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
-    """The model on the meta device: its structure without its weights; None with the reason where there is none."""
-    try:
-        import transformers
-    except ImportError:
-        return None, "transformers is not installed"
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        return None, f"transformers {transformers.__version__} does not know model_type {kind!r}"
-    _require_sane(config)
-    reader = transformers.CONFIG_MAPPING[kind]
-    # Infinities have a spelling of their own in the files of newer versions.
-    decoded = getattr(reader, "_decode_special_floats", dict)(config)
-    with quiet():
-        parsed = reader.from_dict({k: v for k, v in decoded.items() if k != "quantization_config"})
-    cls = model_class(parsed)
-    if cls is None:
-        return None, f"transformers {transformers.__version__} has no {config.get('architectures')}"
-    with torch.device("meta"), quiet():
-        model: torch.nn.Module = cls._from_config(parsed)
-    return model, ""
-
-
-def _require_sane(config: Any) -> None:
-    """A config can ask for a billion layers, and transformers would start to make them."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            _require_sane(value)
-        elif _COUNT.search(str(key)) and not _NO_COUNT.search(str(key)):
-            limit = MAX_EXPERTS if "expert" in key else MAX_REPEATS
-            for count in value if isinstance(value, list) else [value]:
-                if type(count) is int and count > limit:
-                    raise CheckpointError("bad-config", f"config.json: {key} is {count}, more than any model has")
-
-
-def tied_weights(model: torch.nn.Module) -> dict[str, str]:
-    """Tensor of the model -> the one that it is, under another name."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def stay_float(model: torch.nn.Module) -> dict[str, str]:
-    """The Linears whose place no module of integers can take, with the reason."""
-    reasons = dict.fromkeys((name.removesuffix(".weight") for name in tied_weights(model).values()), SHARED)
-    reasons |= dict.fromkeys(taken_apart(model), "the code around it computes with its weight itself")
-    for name, module in model.named_modules():
-        kind = type(module)
-        if isinstance(module, torch.nn.Linear) and kind is not torch.nn.Linear and kind.__name__ not in PLAIN:
-            reasons[name] = f"a {kind.__name__}, which may do more than an nn.Linear"
-    return reasons
 
 
 def _casts(model: torch.nn.Module, name: str) -> str | None:
@@ -349,7 +242,7 @@ def _is_router(name: str) -> bool:
     return _ends_in(name, *ROUTERS) or "router" in name.split(".")
 
 
-def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> Structure:
+def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> Structure:
     structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
     structure.names = names = match_names(model, source.where)
     spoken_for: set[str] = set()
@@ -381,18 +274,20 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> S
                 structure.linears[f"{stored}.weight"] = stored
             else:
                 structure.left[stored] = reason
-    if scheme.packed:
-        _take_experts(structure, model, source, scheme)
-        spoken_for |= set(structure.linears)
+    _take_experts(structure, model, source, recipe)
+    spoken_for |= set(structure.linears)
     _name_the_rest(structure, source, spoken_for)
     return structure
 
 
-def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoint, scheme: Scheme) -> None:
-    """All experts or none: readers look for one kind of them."""
+def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> None:
+    """Quantize all experts or none, since readers look for one kind of them; and only as packed ones, see `experts`."""
     known = stacked_experts(model)
     experts = {tensor: tensor.removesuffix(".weight") for tensor in source.where if known(tensor)}
-    reasons = {module: scheme.declines(source.entry(tensor)) for tensor, module in experts.items()}
+    storages = {module: Storage(recipe.of(module).scheme) for module in experts.values()}
+    if not all(storage.packed for storage in storages.values()):
+        return
+    reasons = {module: storages[module].declines(source.entry(tensor)) for tensor, module in experts.items()}
     declined = next(((module, why) for module, why in reasons.items() if why is not None), None)
     if declined is None:
         structure.linears |= experts

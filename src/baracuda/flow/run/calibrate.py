@@ -1,216 +1,187 @@
-"""Calibration: what texts become, and the running per-channel maxima that hooks collect while the model reads them."""
+"""Calibration: load the float model, trace it, measure its inputs, smooth it, prove that its outputs stay the same."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable
+import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.tensorfile import TensorFile
-from ..errors import FlowError
+from ...schemes import Recipe
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.fusion import fused_with
+from ..errors import FlowError, some
+from ..hf.forward import TRACE_SHAPE, arguments, float_model, on_tokens_alone
+from ..hf.structure import Structure
+from ..transforms.folds import Folds, find_folds
+from ..transforms.smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
+from ..transforms.trace import trace
+from .changes import Changes, input_scale
+from .data import batches, read_for
 from .distributed import Team
-
-#: Sequences of one length that go through the model together. Fixed, so that the ranks of a team see the same batches.
-BATCH = 8
-#: What calibration and evaluation read.
-SUFFIXES = (".txt", ".jsonl", ".safetensors")
-#: Rows of each layer's input kept for alpha="auto": this many of each of the first batches.
-KEPT_ROWS, KEPT_BATCHES = 32, 8
+from .measure import InputRecorder, Measured
+from .options import Options, Plan, Progress
 
 
-def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool) -> list[Tensor]:
-    """Token sequences from a .txt (a sample a line), .jsonl ({"text": ...} a line) or .safetensors file of tokens.
-
-    `blocks` joins texts and cuts them into equal blocks, as for models that predict the next token; of other texts the
-    beginning is read. Rows of tokens are cut alike, but never joined.
-    """
-    if path.suffix == ".safetensors":
-        rows = _read_tokens(path)
-        return [part for row in rows for part in (_blocks(row, length) if blocks else [row[:length]])][:samples]
-    texts = _read_texts(path)
-    tokenizer = _tokenizer(model_dir)
-    if not blocks:
-        texts = texts[:samples]
-        return [torch.tensor(tokenizer(text, truncation=True, max_length=length)["input_ids"]) for text in texts]
-    tokens: list[int] = []
-    for text in texts:
-        tokens += tokenizer(text + "\n")["input_ids"]
-        if len(tokens) >= samples * length:
-            break
-    cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
-    long_enough = [block for block in cut if len(block) > 1][:samples]
-    if not long_enough:
-        raise FlowError(f"{path}: expected texts of at least 2 tokens, got {len(tokens)}; give more text")
-    return long_enough
-
-
-def require_data(path: Path) -> None:
-    """Raise unless this can be a file of texts or tokens: before a run begins, not when it gets there."""
-    if path.suffix not in SUFFIXES or not path.is_file():
-        what = "no such file" if not path.exists() else "not a file" if not path.is_file() else "another kind of file"
-        raise FlowError(f"{path}: {what}; expected texts (.txt, a sample a line, or .jsonl) or tokens (.safetensors)")
-    if path.suffix == ".safetensors":
-        _read_tokens(path)
-    else:
-        _read_texts(path)
-
-
-def _blocks(row: Tensor, length: int) -> list[Tensor]:
-    """A last block of a single token, which predicts nothing, is left out."""
-    return [row[i : i + length] for i in range(0, max(1, len(row) - 1), length)]
-
-
-def batches(sequences: list[Tensor]) -> list[Tensor]:
-    """Neighbours of the same length share a batch; nothing is padded, so no padding is measured."""
-    made: list[list[Tensor]] = []
-    for sequence in sequences:
-        if made and len(made[-1]) < BATCH and len(made[-1][0]) == len(sequence):
-            made[-1].append(sequence)
-        else:
-            made.append([sequence])
-    return [torch.stack(batch) for batch in made]
-
-
-def channel_maximum(x: Tensor) -> Tensor:
-    """max |x| of each column, NaN where there is one, in the type of x: every maximum is one of its values."""
-    if x.device.type == "cuda":
-        largest: Tensor = torch.linalg.vector_norm(x, math.inf, 0)  # one kernel, where launches are what costs
-        return largest
-    return torch.maximum(x.amax(0), x.amin(0).neg_())  # many times faster than the norm on a CPU
-
-
-class Observer:
-    """Hooks on linears, one for each distinct input. Holds a maximum per channel, and a few rows when asked to."""
-
-    def __init__(self, model: nn.Module, groups: list[list[str]], *, keep_rows: bool) -> None:
-        """`groups`: names of linear weights that read the same value; the first of each is watched."""
-        self.groups, self.keep_rows = groups, keep_rows
-        self.maxima: dict[str, Tensor] = {}
-        self.rows: dict[str, dict[int, Tensor]] = {group[0]: {} for group in groups}
-        self.batch = 0
-        self._handles = [self._watch(model, group[0]) for group in groups]
-
-    def _watch(self, model: nn.Module, weight: str) -> Any:
-        module = model.get_submodule(weight.removesuffix(".weight"))
-
-        def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            x = args[0].detach().reshape(-1, args[0].shape[-1])
-            largest = channel_maximum(x)
-            known = self.maxima.get(weight)
-            self.maxima[weight] = largest if known is None else torch.maximum(known, largest, out=known)
-            if self.keep_rows and self.batch < KEPT_BATCHES:
-                step = max(1, x.shape[0] // KEPT_ROWS)
-                self.rows[weight][self.batch] = x[::step][:KEPT_ROWS].float().cpu()
-
-        return module.register_forward_pre_hook(hook)
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def reduce(self, team: Team) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Maxima and rows over all ranks, for every linear of every group."""
-        maxima: dict[str, Tensor] = {}
-        rows: dict[str, Tensor] = {}
-        for group in self.groups:
-            mine = self.maxima.get(group[0])
-            everyone = [part for part in team.gather(None if mine is None else mine.cpu()) if part is not None]
-            if not everyone:
-                continue
-            largest = torch.stack(everyone).amax(0).float()
-            if not bool(torch.isfinite(largest).all()):
-                raise FlowError(
-                    f"calibration: expected finite inputs, {group[0]} got NaN or infinite ones; give other data, or "
-                    "use a scheme without calibration: w8a8 or w4a16"
-                )
-            kept: dict[int, Tensor] = {}
-            for part in team.gather(self.rows[group[0]]):
-                kept |= part
-            for weight in group:
-                maxima[weight] = largest
-                if kept:
-                    rows[weight] = torch.cat([kept[i] for i in sorted(kept)])
-        return maxima, rows
-
-
-def run_batches(
-    model: nn.Module,
-    data: list[Tensor],
+def calibrate(
+    source: Checkpoint,
+    structure: Structure,
+    plan: Plan,
+    options: Options,
+    data: Path,
     team: Team,
     device: torch.device,
-    step: Callable[[int], None],
-    arguments: dict[str, Any],
+    progress: Progress,
+) -> Changes:
+    """What the data says about the model: the same on every rank."""
+    model = float_model(source.directory, device)
+    sequences = read_for(model, source.directory, data, options, "calibration", device)
+    names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
+    folds = analyse(model, set(names), device)
+    groups, keep_rows = list(folds.inputs.values()), plan.smooth and options.alpha == "auto"
+    recorder = InputRecorder(model, groups, keep_rows=keep_rows, needs=plan.recipe.needs, team=team)
+    measured = measure(model, recorder, batches(sequences), device, progress)
+    smoothing = Smoothing()
+    changes = Changes(notes={"samples": len(sequences), "alpha": options.alpha if plan.smooth else None})
+    if plan.smooth:
+        folds.keep_stored(structure.names.stored, set(names))
+        axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
+        smoothing = choose(model, folds, measured, options.alpha, plan.recipe)
+        changes.notes["gate"] = passes_gate(model, smoothing, folds, axes, batches(sequences)[0][:2].to(device))
+        changes.notes["folded"] = [
+            {"from": f.producer.parameter, "into": [a.parameter for a in f.absorbers], "fixed": len(f.fixed)}
+            for f in folds.folds
+        ]
+        changes.notes["not_folded"] = dict(sorted(folds.reasons.items()))
+    _store(changes, smoothing, structure)
+    if plan.smooth:
+        changes.notes["changed"] = sorted({*changes.columns, *changes.rows, *changes.replaced})
+    changes.notes["outliers"] = {
+        module: _outliers(measured.maxima[name], smoothing.divisors.get(name), smoothing.alphas.get(name))
+        for name, module in names.items()
+        if name in measured.maxima
+    }
+    choices = structure.choices
+    static = {name: m for name, m in names.items() if choices[m].scheme.activation.kind == "static"}
+    if static:
+        _input_scales(changes, folds, measured.maxima, smoothing, static)
+    by_data = {name: m for name, m in names.items() if choices[m].method.needs is not None}
+    if by_data:
+        _keep_moments(changes, folds, measured, smoothing, by_data)
+    return changes
+
+
+def analyse(model: nn.Module, wanted: set[str], device: torch.device) -> Folds:
+    """Trace a few tokens through the model and find what can be folded."""
+    vocabulary = int(getattr(getattr(model, "config", None), "vocab_size", 0) or 2)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocabulary, TRACE_SHAPE, generator=generator).to(device)
+    with on_tokens_alone(model, "calibration"):
+        record, outputs = trace(model, {"input_ids": tokens, **arguments(model)})
+    return find_folds(record, outputs, wanted)
+
+
+def measure(
+    model: nn.Module, recorder: InputRecorder, data: list[Tensor], device: torch.device, progress: Progress
+) -> Measured:
+    def step(count: int, index: int) -> None:
+        progress("calibrate", count, len(data), f"batch {index + 1}")
+
+    return recorder.run(model, data, device, step, arguments(model))
+
+
+def choose(model: nn.Module, folds: Folds, measured: Measured, alpha: float | str, recipe: Recipe) -> Smoothing:
+    """Divisors for every fold, from statistics alone: the same on every rank."""
+    smoothing, parameters = Smoothing(), {name: p.detach() for name, p in model.named_parameters()}
+    for fold in folds.folds:
+        if alpha == "auto":
+            used, divisor = search_alpha(fold, measured.maxima, parameters, measured.rows, recipe)
+        else:
+            used = float(alpha)
+            divisor = strength(*channel_maxima(fold, measured.maxima, parameters), used)
+        smoothing.add(fold, divisor, parameters, used)
+    return smoothing
+
+
+def passes_gate(model: nn.Module, smoothing: Smoothing, folds: Folds, axes: dict[str, int], tokens: Tensor) -> Any:
+    """Smooth the model in memory and compare its outputs: in f32, where rounding is small, if that fits in memory."""
+    if _fits_in_f32(model):
+        model.float()
+    gate = Gate(model, {"input_ids": tokens, **arguments(model)}, folds.folds)
+    smoothing.apply(model, axes)
+    return gate.check()
+
+
+def _fits_in_f32(model: nn.Module) -> bool:
+    needed = sum(p.numel() * 4 for p in model.parameters())
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return needed < free * 0.8
+    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
+
+
+def _store(changes: Changes, smoothing: Smoothing, structure: Structure) -> None:
+    """Take over the smoothing, under the checkpoint's names instead of the model's."""
+    for kind in ("columns", "rows", "replaced"):
+        for name, value in getattr(smoothing, kind).items():
+            getattr(changes, kind)[structure.names.stored[name]] = value
+
+
+def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:
+    """The largest channel over the median one, before and after smoothing."""
+    before = _over_median(maximum)
+    after = before if divisor is None else _over_median(maximum / divisor)
+    return {"outlier_before": before, "outlier_after": after, "smoothed": divisor is not None, "alpha": alpha}
+
+
+def _over_median(maximum: Tensor) -> float:
+    median = float(maximum.median())
+    return float(maximum.max()) / median if median > 0 else 0.0
+
+
+def _input_scales(
+    changes: Changes, folds: Folds, maxima: dict[str, Tensor], smoothing: Smoothing, names: dict[str, str]
 ) -> None:
-    """This rank's batches through the model."""
-    for index, tokens in enumerate(data):
-        if index % team.size != team.rank:
-            continue
-        step(index)
-        with torch.no_grad():
-            model(input_ids=tokens.to(device), **arguments)
-
-
-# -- files -------------------------------------------------------------------------------------------------------
-
-
-def _read_texts(path: Path) -> list[str]:
-    try:
-        # Not splitlines: a text may hold U+2028 and its like, which end no line of a file.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise FlowError(f"{path}: expected UTF-8 text: {error}; save it as UTF-8") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise FlowError(f"{path}: expected a text a line; it is empty")
-    if path.suffix == ".jsonl":
-        return [_text(line, f"{path}: line {number}") for number, line in numbered]
-    return [line for _, line in numbered]
-
-
-def _text(line: str, where: str) -> str:
-    """The text of a line of .jsonl: a string, or the "text" of an object."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        record = None
-    text = record.get("text") if isinstance(record, dict) else record
-    if not isinstance(text, str):
-        raise FlowError(f'{where}: expected {{"text": "..."}}, got {line[:60]}; correct the line, or remove it')
-    return text
-
-
-def _read_tokens(path: Path) -> list[Tensor]:
-    """Every integer tensor of the file: one sequence, or a sequence a row."""
-    sequences: list[Tensor] = []
-    with TensorFile(path) as file:
-        for name in sorted(file.entries):
-            tokens = file.read(name)
-            if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
-                raise FlowError(
-                    f"{path}: {name}: expected token numbers, one sequence or a sequence a row, got {tokens.dtype} of "
-                    f"shape {list(tokens.shape)}; convert it, or leave it out of the file"
-                )
-            if int(tokens.min()) < 0:
-                raise FlowError(f"{path}: {name}: expected token numbers from 0 up, got {int(tokens.min())}; "
-                                "leave padding and ignored positions out")  # fmt: skip
-            sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
-    if not sequences:
-        raise FlowError(f"{path}: expected tensors of token numbers, got none; write one, a sequence a row")
-    return sequences
-
-
-def _tokenizer(model_dir: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    """One scale for all linears that read the same value, and for those that servers fuse, which keep only one."""
+    largest: dict[str, float] = {}
+    for group in folds.inputs.values():
+        if group[0] not in maxima:
+            continue  # traced, but not reached by the data
+        together = max(
+            float((maxima[w] / smoothing.divisors[w] if w in smoothing.divisors else maxima[w]).max()) for w in group
+        )
+        largest |= {names[weight]: together for weight in group if weight in names}
+    for module in largest:
+        changes.input_scales[module] = input_scale(max(largest[m] for m in fused_with(module) if m in largest))
+    missing = sorted(set(names.values()) - set(largest))
+    if missing:
         raise FlowError(
-            f"{model_dir}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
-            f"instead ({str(error).strip().splitlines()[0][:200]})"
-        ) from None
+            "static activations: expected calibration to see what every layer reads, it saw no input of "
+            f"{some(missing)}; --ignore them, or use --activations dynamic"
+        )
+
+
+def _keep_moments(
+    changes: Changes, folds: Folds, measured: Measured, smoothing: Smoothing, names: dict[str, str]
+) -> None:
+    """The second moments of what each module reads once its input is smoothed, kept once for each input."""
+    for group in folds.inputs.values():
+        modules = [names[weight] for weight in group if weight in names]
+        if not modules or group[0] not in measured.moments:
+            continue
+        key, divisor = modules[0], smoothing.divisors.get(group[0])
+        divisor = torch.ones(()) if divisor is None else divisor.cpu()
+        changes.inputs |= dict.fromkeys(modules, key)
+        changes.counts[key] = torch.tensor([measured.counts[group[0]]])
+        changes.moments[key] = measured.moments[group[0]] / divisor.square()
+        if group[0] in measured.hessians:
+            changes.hessians[key] = measured.hessians[group[0]] / (divisor * divisor.reshape(-1, 1))
+    missing = sorted(set(names.values()) - set(changes.inputs))
+    if missing:
+        raise FlowError(
+            "the method needs data: expected calibration to see what every layer reads, it saw no input of "
+            f"{some(missing)}; --ignore them, or use --method rtn"
+        )

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..hf.forward import arguments, float_model, generates
 from ..hf.load import load
-from .calibrate import batches
-from .prepare import arguments, float_model, generates, readable
+from .data import batches, read_for
+from .options import Options, Progress
 from .report import sqnr_db
-
-if TYPE_CHECKING:
-    from .convert import Options, Progress
 
 #: Layer outputs are compared on the first of this many tokens: enough to see which layer is the noisy one.
 COMPARED_TOKENS = 256
@@ -37,7 +35,7 @@ def evaluate(
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
     causal = generates(original)
-    sequences = readable(original, model_dir, data, options, "evaluation", device)
+    sequences = read_for(original, model_dir, data, options, "evaluation", device)
     compare: _Logits | _Embeddings = _Logits() if causal else _Embeddings()
     seconds = {"float": 0.0, "quantized": 0.0}
     made, tokens = batches(sequences), 0

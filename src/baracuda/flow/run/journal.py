@@ -13,10 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint.directory import read_json
+from ..checkpoint.directory import JOURNAL, read_json
 from ..errors import FlowError
 
-FOLDER = ".baracuda"
 #: Held by the run that writes; it says which one that is.
 LOCK = "lock"
 
@@ -29,7 +28,7 @@ class Journal:
     """
 
     def __init__(self, out: Path) -> None:
-        self.out, self.folder = out, out / FOLDER
+        self.out, self.folder = out, out / JOURNAL
         self._held: IO[str] | None = None
         self._made_out = False
 
@@ -62,7 +61,7 @@ class Journal:
             stale.unlink()
 
     def _require_empty(self) -> None:
-        if self.out.exists() and any(path.name != FOLDER for path in self.out.iterdir()):
+        if self.out.exists() and any(path.name != JOURNAL for path in self.out.iterdir()):
             raise FlowError(f"{self.out} is not empty: choose another output directory, or remove it")
 
     def _hold(self) -> None:
@@ -152,7 +151,7 @@ class Journal:
     def discard(self) -> None:
         """Leave no trace of a run that has finished nothing. What fails here matters less than what ended the run."""
         with suppress(OSError):
-            if not any(path.name != FOLDER for path in self.out.iterdir()):
+            if not any(path.name != JOURNAL for path in self.out.iterdir()):
                 shutil.rmtree(self.folder)
                 if self._made_out:
                     self.out.rmdir()
@@ -188,14 +187,14 @@ def differences(before: Any, run: dict[str, Any]) -> str:
     """What of `run` is not as it was before, in words; options one by one, with both values."""
     before = before if isinstance(before, dict) else {}
     changed = [key for key in run if before.get(key) != run[key]]
-    told = list(dict.fromkeys(_PARTS[key] for key in changed if key in _PARTS))
-    if "files" in changed and "the model" not in told:
-        told.append("when the model's files were written")
+    named = list(dict.fromkeys(_PARTS[key] for key in changed if key in _PARTS))
+    if "files" in changed and "the model" not in named:
+        named.append("when the model's files were written")
     if "options" in changed:
         was = before.get("options")
         was = was if isinstance(was, dict) else {}
-        told += [f"{k} ({was.get(k)!r} there, {v!r} here)" for k, v in run["options"].items() if was.get(k) != v]
-    return ", ".join(told)
+        named += [f"{k} ({was.get(k)!r} there, {v!r} here)" for k, v in run["options"].items() if was.get(k) != v]
+    return ", ".join(named)
 
 
 def digest(content: Any) -> str:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import math
 import platform
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ... import __version__
-from ..checkpoint.directory import read_json
-from ..errors import FlowError, told
+from ...schemes import Recipe
+from ..checkpoint.config import quantization_config
+from ..checkpoint.directory import REPORT, REPORT_PAGE, Checkpoint, read_json
+from ..errors import FlowError, os_errors_explained
+from ..hf.structure import Structure
 from .journal import Journal, sync_directory
 
-if TYPE_CHECKING:
-    from .convert import Run
 
-JSON = "baracuda_report.json"
-HTML = "baracuda_report.html"
-FILES = (JSON, HTML)
-
-
-def collect(run: Run, statistics: dict[str, Any], notes: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Everything but `run`, the last section, is the same for the same input, on any machine and after any resume."""
-    source, out = run.source, run.out
+def collect(
+    source: Checkpoint,
+    out: Path,
+    scheme: str,
+    recipe: Recipe,
+    structure: Structure,
+    statistics: dict[str, Any],
+    notes: dict[str, Any],
+) -> dict[str, Any]:
+    """All sections but the last, `run`: they are the same for the same input, on any machine and after any resume."""
     after = sum((out / shard).stat().st_size for shard in source.shards)
     before = sum(file.path.stat().st_size for file in source.shards.values())
     outliers = notes.get("outliers", {})
@@ -39,6 +42,7 @@ def collect(run: Run, statistics: dict[str, Any], notes: dict[str, Any], seconds
                 "measured_rows": entry["measured_rows"],
                 "bytes_before": entry["bytes_before"],
                 "bytes_after": entry["bytes_after"],
+                **({"method": entry["method"]} if "method" in entry else {}),
                 **outliers.get(name, {}),
             }
         )
@@ -49,28 +53,35 @@ def collect(run: Run, statistics: dict[str, Any], notes: dict[str, Any], seconds
             "architectures": source.config.get("architectures"),
             "model_type": source.config.get("model_type"),
         },
-        "scheme": run.scheme.config([])["config_groups"]["group_0"] | {"name": run.options.scheme},
-        "linears_found_by": run.structure.source,
+        "scheme": quantization_config(recipe, [])["config_groups"]["group_0"] | {"name": scheme},
+        **({} if recipe.default.method.name == "rtn" else {"method": recipe.default.method.name}),
+        "linears_found_by": structure.source,
         "layers": layers,
-        "left": [{"name": n, "reason": r} for n, r in sorted(run.structure.left.items(), key=lambda i: natural(i[0]))],
-        "notes": run.structure.notes(),
+        "left": [{"name": n, "reason": r} for n, r in sorted(structure.left.items(), key=lambda i: natural(i[0]))],
+        "notes": structure.notes(),
         "smoothing": {key: value for key, value in notes.items() if key != "outliers"} or None,
         "size": {"before": before, "after": after, "ratio": after / before},
         "evaluation": None,
-        "run": {
-            "seconds": seconds,
-            "megabytes_per_second": before / seconds / 1e6,
-            "device": str(run.device),
-            "ranks": run.team.size,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "made_from": run.record(),
-        },
+    }
+
+
+def run_section(
+    before: int, seconds: float, device: torch.device, ranks: int, made_from: dict[str, Any]
+) -> dict[str, Any]:
+    """The last section: where and how fast this run was made, and from what."""
+    return {
+        "seconds": seconds,
+        "megabytes_per_second": before / seconds / 1e6,
+        "device": str(device),
+        "ranks": ranks,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "made_from": made_from,
     }
 
 
 def made_from(content: dict[str, Any]) -> dict[str, Any] | None:
-    """What a report says its run was; None where a version that did not say wrote it."""
+    """What the run of a report was made from; None in a report of a version that did not record it."""
     run = content.get("run")
     made = run.get("made_from") if isinstance(run, dict) else None
     return made if isinstance(made, dict) else None
@@ -99,8 +110,8 @@ def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
     from .page import page  # drawn only where a report is
 
     content = finite(content)
-    journal.write_bytes(out / HTML, page(content).encode())
-    journal.write_json(out / JSON, content)
+    journal.write_bytes(out / REPORT_PAGE, page(content).encode())
+    journal.write_json(out / REPORT, content)
 
 
 def rebuild(out: str | Path) -> Path:
@@ -108,16 +119,16 @@ def rebuild(out: str | Path) -> Path:
     from .page import page
 
     out = Path(out)
-    if not (out / JSON).exists():
-        raise FlowError(f"{out}: no {JSON} there; `baracuda quantize` writes one")
-    content = read_json(out / JSON)
+    if not (out / REPORT).exists():
+        raise FlowError(f"{out}: no {REPORT} there; `baracuda quantize` writes one")
+    content = read_json(out / REPORT)
     try:
         text = page(content)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FlowError(f"{out / JSON}: not a report of this version ({type(error).__name__}: {error})") from None
-    temporary = out / f".{HTML}.tmp"
-    with told(out, "run it again"):
+        raise FlowError(f"{out / REPORT}: not a report of this version ({type(error).__name__}: {error})") from None
+    temporary = out / f".{REPORT_PAGE}.tmp"
+    with os_errors_explained(out, "run it again"):
         temporary.write_text(text)
-        temporary.replace(out / HTML)
+        temporary.replace(out / REPORT_PAGE)
         sync_directory(out)
-    return out / HTML
+    return out / REPORT_PAGE

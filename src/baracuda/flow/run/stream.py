@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.scheme import Scheme
+from ...schemes import Choice
+from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry, TensorFile, TensorFileWriter
 from ..errors import FlowError
-from .preparation import Preparation
+from .changes import Changes
 
 #: Small enough for a core's cache; a handful is all the memory a run needs, however large its tensors.
 BLOCK_BYTES = 8 << 20
@@ -43,18 +44,22 @@ class Measure:
     noise: float = 0.0
     max_error: float = 0.0
     rows: int = 0
+    #: What the method reports, added up over all rows.
+    method: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, weight: Tensor, stored: Tensor) -> Measure:
+    def of(cls, weight: Tensor, stored: Tensor, method: Mapping[str, float]) -> Measure:
         error = weight.float() - stored
         signal, noise = (float(x.double().square().sum()) for x in (weight, error))
-        return cls(signal, noise, float(error.abs().max()), weight.shape[0])
+        return cls(signal, noise, float(error.abs().max()), weight.shape[0], dict(method))
 
     def add(self, other: Measure) -> None:
         self.signal += other.signal
         self.noise += other.noise
         self.max_error = max(self.max_error, other.max_error)
         self.rows += other.rows
+        for name, value in other.method.items():
+            self.method[name] = self.method.get(name, 0.0) + value
 
 
 @dataclass
@@ -90,9 +95,10 @@ class ShardJob:
 
     source: TensorFile
     writer: TensorFileWriter
-    scheme: Scheme
     linears: dict[str, str]
-    preparation: Preparation
+    #: The scheme and the method of each module.
+    choices: Mapping[str, Choice]
+    changes: Changes
     device: torch.device
     progress: Callable[[str, int], None] = field(default=lambda tensor, count: None)
     _buffers: Buffers = field(init=False)
@@ -148,8 +154,8 @@ class ShardJob:
     def _work(self, block: Block) -> Converted:
         """A block from the disk through one thread, while it is in the cache of one core."""
         name = block.entry.name
-        if name in self.preparation.replaced:
-            whole = self.preparation.replaced[name].to(block.entry.dtype).view(-1).view(torch.uint8)
+        if name in self.changes.replaced:
+            whole = self.changes.replaced[name].to(block.entry.dtype).view(-1).view(torch.uint8)
             return Converted([(name, block.start, whole[block.start : block.end])])
         buffer = self._buffers.take()
         raw = self.source.read_bytes(name, block.start, block.end - block.start, buffer)
@@ -161,7 +167,7 @@ class ShardJob:
         return converted
 
     def _changes(self, name: str) -> bool:
-        return name in self.linears or self.preparation.touches(name)
+        return name in self.linears or self.changes.touches(name)
 
     def _blocks(self, entry: Entry) -> Iterator[Block]:
         whole = max(1, BLOCK_BYTES // max(1, entry.row_bytes)) * entry.row_bytes
@@ -173,38 +179,41 @@ class ShardJob:
         entry, name = block.entry, block.entry.name
         first = block.start // entry.row_bytes
         rows = raw.view(entry.dtype).view(-1, *entry.shape[1:]).to(self.device)
-        smoothed = self.preparation.apply(name, first, rows)
+        smoothed = self.changes.apply(name, first, rows)
         if name not in self.linears:
             return Converted([(name, block.start, smoothed.to(entry.dtype).cpu())])
         module = self.linears[name]
-        stored = {part: value.cpu() for part, value in self.scheme.quantize(smoothed, entry.dtype).items()}
+        choice, storage = self.choices[module], self._storage(module)
+        rows = storage.as_quantized_from(smoothed, entry.dtype)
+        made = choice.method.quantize(rows, choice.scheme.weight, self.changes.data(module))
+        stored = {part: value.cpu() for part, value in storage.store(made).items()}
         if not math.isfinite(stored["weight_scale"].amax()):  # a NaN is the largest of all
             raise FlowError(f"{name}: holds NaN or infinite values; repair the checkpoint, or --ignore {module}")
         outputs = [(f"{module}.{part}", first * value[:1].nbytes, value) for part, value in stored.items()]
         if first == 0:
-            outputs += [(key, 0, value) for key, value in self._constants(module, entry).items()]
-        return Converted(outputs, self._measure(smoothed, stored))
+            constants = storage.constants(entry, self.changes.input_scales.get(module))
+            outputs += [(f"{module}.{part}", 0, value) for part, value in constants.items()]
+        return Converted(outputs, _measure(smoothed, stored, storage, made.report))
 
-    def _measure(self, weight: Tensor, stored: dict[str, Tensor]) -> Measure:
-        step = max(1, weight.shape[0] // MEASURED_ROWS) if weight.numel() > 1 << 20 else 1
-        rows = {part: value[::step].contiguous() for part, value in stored.items()}
-        return Measure.of(weight[::step].cpu(), self.scheme.dequantize(rows))
-
-    def _constants(self, module: str, entry: Entry) -> dict[str, Tensor]:
-        if self.scheme.packed:
-            return {f"{module}.weight_shape": torch.tensor(entry.shape, dtype=torch.int64)}
-        if self.scheme.activations == "static":
-            return {f"{module}.input_scale": self.preparation.input_scales[module]}
-        return {}
+    def _storage(self, module: str) -> Storage:
+        return Storage(self.choices[module].scheme)
 
     def _statistics(self, name: str, measure: Measure) -> dict[str, Any]:
-        entry = self.source.entries[name]
+        entry, module = self.source.entries[name], self.linears[name]
         return {
             "shape": list(entry.shape),
             "bytes_before": entry.nbytes,
-            "bytes_after": sum(e.nbytes for e in self.scheme.entries(self.linears[name], entry)),
+            "bytes_after": sum(e.nbytes for e in self._storage(module).entries(module, entry)),
             "signal": measure.signal,
             "noise": measure.noise,
             "max_error": measure.max_error,
             "measured_rows": measure.rows,
+            **({"method": measure.method} if measure.method else {}),
         }
+
+
+def _measure(weight: Tensor, stored: dict[str, Tensor], storage: Storage, method: Mapping[str, float]) -> Measure:
+    """The error of some of the rows."""
+    step = max(1, weight.shape[0] // MEASURED_ROWS) if weight.numel() > 1 << 20 else 1
+    rows = {part: value[::step].contiguous() for part, value in stored.items()}
+    return Measure.of(weight[::step].cpu(), storage.dequantize(rows), method)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.scope import PerChannel, PerToken
+from ...core.scope import PerToken
 from ...functional import dequantize, dynamic_quantize, fake_quantize
+from ...schemes import ActivationFormat, Recipe, Scheme, WeightFormat, get_method
 from ..errors import FlowError
 from .folds import Fold, Producer
 
@@ -104,7 +105,7 @@ def channel_maxima(fold: Fold, maxima: dict[str, Tensor], weights: dict[str, Ten
 
 
 def search_alpha(
-    fold: Fold, maxima: dict[str, Tensor], weights: dict[str, Tensor], inputs: dict[str, Tensor], static: bool
+    fold: Fold, maxima: dict[str, Tensor], weights: dict[str, Tensor], inputs: dict[str, Tensor], recipe: Recipe
 ) -> tuple[float | None, Tensor]:
     """The alpha of the grid whose quantized outputs are nearest the float ones, over everything the fold feeds."""
     activation, weight = channel_maxima(fold, maxima, weights)
@@ -115,28 +116,37 @@ def search_alpha(
         error = 0.0
         for absorber in fold.absorbers:
             if absorber.parameter in inputs and absorber.axis == 1:
-                s = divisor[list(absorber.channels)]
-                error += output_error(inputs[absorber.parameter], weights[absorber.parameter], s, static)
+                s, name = divisor[list(absorber.channels)], absorber.parameter
+                scheme = recipe.of(name.removesuffix(".weight")).scheme
+                error += output_error(inputs[name], weights[name], s, scheme)
         if best is None or error < best[0]:
             best = (error, alpha, divisor)
     assert best is not None
     return best[1], best[2]
 
 
-def output_error(x: Tensor, weight: Tensor, divisor: Tensor, static: bool) -> float:
-    """Squared error of the int8 linear relative to the float one, for these inputs."""
+def output_error(x: Tensor, weight: Tensor, divisor: Tensor, scheme: Scheme) -> float:
+    """Squared error of the quantized linear relative to the float one, for these inputs."""
     x, weight, divisor = x.to(weight.device).float(), weight.detach().float(), divisor.to(weight.device)
     smooth, scaled = x / divisor, weight * divisor
-    w = dynamic_quantize(scaled, scope=PerChannel(0))
-    w_hat = dequantize(w.q, w.scale, scope=PerChannel(0))
-    if static:
-        largest = float(smooth.abs().max())
-        x_hat = fake_quantize(smooth, largest / 127 if largest > 0 else 1.0, q_min=-127)
-    else:
-        q = dynamic_quantize(smooth, scope=PerToken())
-        x_hat = dequantize(q.q, q.scale, scope=PerToken())
+    format, columns = scheme.weight, weight.shape[1]
+    if format.group_size is not None and columns % format.group_size:
+        format = WeightFormat(format.element)  # a Linear that stays float: it is compared as if it had no groups
+    w_hat = get_method("rtn").quantize(scaled, format).dequantize(format, columns)
     exact = x @ weight.T
-    return float((x_hat @ w_hat.T - exact).square().sum() / exact.square().sum().clamp_min(1e-30))
+    noise = _quantized_input(smooth, scheme.activation) @ w_hat.T - exact
+    return float(noise.square().sum() / exact.square().sum().clamp_min(1e-30))
+
+
+def _quantized_input(x: Tensor, format: ActivationFormat) -> Tensor:
+    """What a linear sees of its input, as floats."""
+    if format.kind == "float":
+        return x
+    if format.kind == "static":
+        largest = float(x.abs().max())
+        return fake_quantize(x, largest / 127 if largest > 0 else 1.0, q_min=-127)
+    q = dynamic_quantize(x, scope=PerToken())
+    return dequantize(q.q, q.scale, scope=PerToken())
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------

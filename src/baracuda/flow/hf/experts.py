@@ -1,8 +1,8 @@
-"""Experts of a mixture: a matrix each in the checkpoint, one stack of matrices in the model transformers builds of it.
+"""Experts of a mixture: each is a matrix in the checkpoint, and a slice of one stacked tensor in transformers' model.
 
-transformers' reader of compressed-tensors collects experts as `weight_packed`, `weight_scale` and `weight_shape`, and
-under no other names: 4-bit experts are read by everybody. Beside 8-bit weights it finds neither int8 nor float experts,
-so those stay in floating point, which servers and baracuda.load read.
+transformers' reader of compressed-tensors collects experts from `weight_packed`, `weight_scale` and `weight_shape`, and
+from no other names. All readers therefore read 4-bit experts. Beside 8-bit weights that reader finds neither int8 nor
+float experts, so experts stay in floating point there, which servers and baracuda.load read.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .scheme import Scheme
+from ..checkpoint.storage import Storage
 
 #: What packed experts are stored as; a plain weight is one that stayed in floating point.
 SERIALIZED = ("weight_packed", "weight_scale", "weight_shape", "weight")
 
 
 def stacked_experts(model: nn.Module) -> Callable[[str], bool]:
-    """Tells the checkpoint tensors that transformers stacks into the experts of this model."""
+    """A function that tells whether transformers stacks a checkpoint tensor into the experts of this model."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # an older transformers, whose experts are nn.Linear modules
@@ -33,7 +33,7 @@ def stacked_experts(model: nn.Module) -> Callable[[str], bool]:
 
 
 def unstacked_experts(model: nn.Module) -> str | None:
-    """The kind of experts in this model that transformers' reader of compressed-tensors puts others in the place of."""
+    """The class of experts in this model that transformers' reader of compressed-tensors replaces, or None."""
     try:
         from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION as PATCHED
     except ImportError:  # a transformers that does not
@@ -47,7 +47,7 @@ def expert_sources(conversion: Any) -> list[str]:
     return [name for name in conversion.source_patterns if "experts.*." in name and name.endswith(".weight")]
 
 
-def float_experts(scheme: Scheme, collected: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Any]:
+def float_experts(storage: Storage, collected: dict[str, list[Tensor]], dtype: torch.dtype) -> dict[str, Any]:
     """Experts as the model holds them: `collected` maps a pattern of names to the tensors of all experts."""
     made: dict[str, Any] = {}
     for pattern, tensors in collected.items():
@@ -56,5 +56,5 @@ def float_experts(scheme: Scheme, collected: dict[str, list[Tensor]], dtype: tor
         elif pattern.endswith(".weight_packed"):
             scales = collected[pattern.replace("weight_packed", "weight_scale")]
             stored = ({"weight_packed": q, "weight_scale": s} for q, s in zip(tensors, scales, strict=True))
-            made[pattern] = torch.stack([scheme.dequantize(one).to(dtype) for one in stored])
+            made[pattern] = torch.stack([storage.dequantize(one).to(dtype) for one in stored])
     return made

@@ -1,0 +1,261 @@
+"""What a quantized checkpoint must hold: every rule a server relies on. What breaks one becomes a finding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...core.patterns import matches
+from ...schemes import Recipe
+from ..errors import CheckpointError, FlowError
+from .config import parse_config
+from .directory import (
+    FOREIGN_WEIGHTS,
+    INDEX,
+    JOURNAL,
+    SINGLE,
+    Checkpoint,
+    inside,
+    read_json,
+    require_one_model,
+    shard_names,
+)
+from .fusion import FUSED
+from .storage import FLOATS, STORED, Storage
+from .tensorfile import Entry, TensorFile
+
+BLOCK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong: a code to look for, the file or tensor, and what was expected."""
+
+    code: str
+    where: str
+    message: str
+
+
+def require_stored(out: Path, recipe: Recipe) -> None:
+    """Raise unless the shards hold what the schemes store. Only their headers are read."""
+    with Checkpoint.open(out) as stored:
+        check = Check(out, entries={name: stored.entry(name) for name in stored.where}, files=stored.shards)
+        check.check_modules(recipe)
+    if check.findings:
+        first, more = check.findings[0], len(check.findings) - 1
+        raise FlowError(
+            f"{out}: {first.code}: {first.where}: {first.message}{f' (and {more} more)' if more else ''}; "
+            "baracuda verify lists all that is wrong; quantize the model again"
+        )
+
+
+@dataclass
+class Check:
+    """A checkpoint under examination. Whatever its files hold, the result is a list of findings."""
+
+    out: Path
+    findings: list[Finding] = field(default_factory=list)
+    entries: dict[str, Entry] = field(default_factory=dict)
+    files: dict[str, TensorFile] = field(default_factory=dict)
+    #: Module -> the parts stored under its name.
+    modules: dict[str, dict[str, Entry]] = field(default_factory=dict)
+
+    def add(self, code: str, where: str, message: str) -> None:
+        self.findings.append(Finding(code, where[:200], message[:400]))
+
+    def read_config(self) -> tuple[dict[str, Any], Recipe | None]:
+        """config.json, and the scheme of each layer by it; None where it has none that can be read."""
+        try:
+            config = read_json(self.out / "config.json")
+        except CheckpointError as error:
+            self.add(error.code, "config.json", str(error))
+            return {}, None
+        return config, self._recipe(config) if config else None
+
+    def _recipe(self, config: dict[str, Any]) -> Recipe | None:
+        quantization = config.get("quantization_config")
+        if not isinstance(quantization, dict):
+            self.add("not-quantized", "config.json", "it has no quantization_config: servers would load floats")
+            return None
+        try:
+            return parse_config(quantization)
+        except FlowError as error:
+            self.add("bad-config", "config.json", str(error))
+            return None
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def open_files(self, stack: ExitStack) -> None:
+        """Open every shard that can be read; the stack closes them."""
+        index: dict[str, Any] | None = None
+        names = [SINGLE]
+        if (self.out / INDEX).exists():
+            try:
+                index = read_json(self.out / INDEX)
+                names = shard_names(index)
+            except CheckpointError as error:
+                self.add(error.code, INDEX, str(error))
+                names = sorted(path.name for path in self.out.glob("*.safetensors"))
+                index = None
+        try:
+            require_one_model(self.out, names)
+        except CheckpointError as error:
+            self.add(error.code, SINGLE, str(error))
+        for name in names:
+            try:
+                path = inside(self.out, name)
+                if not _stays(self.out.resolve(), path.resolve()):
+                    raise CheckpointError("path-escape", f"{name}: a link that leads out of the directory")
+                file = stack.enter_context(TensorFile(path))
+            except CheckpointError as error:
+                self.add(error.code, name, str(error))
+                continue
+            self.files[name] = file
+            for tensor, entry in file.entries.items():
+                if tensor in self.entries:
+                    self.add("duplicate-tensor", tensor, f"it is in {name} and in another shard")
+                self.entries[tensor] = entry
+        if index is not None:
+            self._index(index)
+
+    def _index(self, index: dict[str, Any]) -> None:
+        weight_map = index["weight_map"]
+        for tensor, shard in weight_map.items():
+            if shard in self.files and tensor not in self.files[shard].entries:
+                self.add("missing-tensor", tensor, f"the index places it in {shard}, which lacks it")
+        for shard, file in self.files.items():
+            for tensor in file.entries:
+                if weight_map.get(tensor) != shard:
+                    self.add("extra-tensor", tensor, f"it is in {shard}, where the index does not place it")
+        metadata = index.get("metadata")
+        total = metadata.get("total_size") if isinstance(metadata, dict) else None
+        actual = sum(entry.nbytes for entry in self.entries.values())
+        if total is not None and total != actual and len(self.files) == len(set(weight_map.values())):
+            self.add("bad-index", INDEX, f"its total_size is {total}, the tensors have {actual} bytes")
+
+    def check_other_files(self) -> None:
+        """An unfinished run, and weights that may run code when loaded."""
+        if (self.out / JOURNAL).exists():
+            self.add("unfinished", JOURNAL, "a run into this directory has not ended; --resume it")
+        for path in sorted(self.out.rglob("*")):
+            if path.suffix in FOREIGN_WEIGHTS:
+                where = str(path.relative_to(self.out))
+                self.add("foreign-weights", where, "weights that are not safetensors, and may run code when loaded")
+
+    # -- tensors ---------------------------------------------------------------------------------------------
+
+    def check_modules(self, recipe: Recipe) -> None:
+        """Each quantized Linear has the tensors of its scheme."""
+        for name, entry in self.entries.items():
+            module, _, part = name.rpartition(".")
+            if part in STORED:
+                self.modules.setdefault(module, {})[part] = entry
+        quantized = {m: p for m, p in self.modules.items() if set(p) != {"weight"} or p["weight"].dtype not in FLOATS}
+        self.modules = quantized
+        for module, parts in quantized.items():
+            self._module(module, parts, Storage(recipe.of(module).scheme))
+        if not quantized and self.entries:
+            self.add("missing-tensor", "config.json", "it promises quantized Linears, but no shard holds one")
+
+    def _module(self, module: str, parts: dict[str, Entry], storage: Storage) -> None:
+        main = parts.get(storage.integers)
+        if main is None or len(main.shape) != 2:
+            shape = "nothing" if main is None else f"shape {list(main.shape)}"
+            code = "missing-tensor" if main is None else "shape-mismatch"
+            return self.add(code, module, f"expected a matrix of quantized weights, got {shape}")
+        k, size = storage.columns(main), storage.scheme.weight.group_size
+        source = Entry(module, self._scale_dtype(parts), (main.shape[0], k))
+        if size is not None and k % size:
+            return self.add("shape-mismatch", module, f"{k} columns are not a multiple of {size}")
+        for expected in storage.entries(module, source):
+            part = expected.name.removeprefix(f"{module}.")
+            stored = parts.pop(part, None)
+            if stored is None:
+                self.add("missing-tensor", expected.name, f"a {storage.format} Linear has one")
+            elif stored.dtype != expected.dtype and not (part.endswith("scale") and stored.dtype in FLOATS):
+                self.add("wrong-dtype", expected.name, f"expected {expected.dtype}, got {stored.dtype}")
+            elif stored.shape != expected.shape:
+                self.add("shape-mismatch", expected.name, f"expected {list(expected.shape)}, got {list(stored.shape)}")
+            elif part == "weight_shape":
+                self._weight_shape(module, expected.name, source)
+        for part in parts:
+            name = f"{module}.{part}"
+            self.add("extra-tensor", name, f"the scheme of config.json ({storage.format}) stores no {part}")
+        return None
+
+    def _scale_dtype(self, parts: dict[str, Entry]) -> torch.dtype:
+        scale = parts.get("weight_scale")
+        return scale.dtype if scale is not None and scale.dtype in FLOATS else torch.float32
+
+    def _weight_shape(self, module: str, name: str, source: Entry) -> None:
+        stored = self.file(name).read(name).tolist()
+        if stored != list(source.shape):
+            self.add("shape-mismatch", name, f"it says {stored}, the packed weight of {module} is {list(source.shape)}")
+
+    def file(self, tensor: str) -> TensorFile:
+        return next(file for file in self.files.values() if tensor in file.entries)
+
+    def check_values(self, name: str) -> None:
+        """Scales are finite and positive, all other floats are finite. Tensors are read in blocks, to bound memory."""
+        entry = self.entries[name]
+        if entry.dtype not in FLOATS or not entry.nbytes:
+            return None
+        scale = name.endswith((".weight_scale", ".input_scale"))
+        for block in self.blocks(name, entry):
+            if not bool(torch.isfinite(block).all()):
+                return self.add("bad-scale" if scale else "not-finite", name, "it holds NaN or infinite values")
+            if scale and not bool((block > 0).all()):
+                return self.add("bad-scale", name, "a scale is zero or negative")
+        return None
+
+    def blocks(self, name: str, entry: Entry) -> Iterator[torch.Tensor]:
+        file, step = self.file(name), BLOCK_BYTES
+        for start in range(0, entry.nbytes, step):
+            yield file.read_bytes(name, start, min(step, entry.nbytes - start)).view(entry.dtype)
+
+    # -- what readers expect ---------------------------------------------------------------------------------
+
+    def check_ignored(self, ignore: list[str]) -> None:
+        """Readers take what config.json ignores for floats."""
+        for module in self.modules:
+            if any(matches(pattern, module) for pattern in ignore):
+                self.add("config-mismatch", module, "config.json ignores it, but it is stored quantized")
+
+    def stores(self, module: str) -> bool:
+        return any(f"{module}.{part}" in self.entries for part in ("weight", "weight_packed"))
+
+    def check_fused(self, recipe: Recipe) -> None:
+        """Layers that servers fuse are quantized all or none, and have one input scale."""
+        for module in list(self.modules):
+            parent, _, leaf = module.rpartition(".")
+            for family in FUSED:
+                if leaf not in family:
+                    continue
+                siblings = [f"{parent}.{other}" for other in family if self.stores(f"{parent}.{other}")]
+                if leaf != family[0] and f"{parent}.{family[0]}" in siblings:
+                    continue
+                floats = [s for s in siblings if s not in self.modules]
+                if floats:
+                    self.add("fused-mixed", floats[0], f"servers fuse it with {module}, which is quantized")
+                if recipe.of(module).scheme.activation.kind == "static":
+                    self._same_input_scale(siblings)
+
+    def _same_input_scale(self, modules: list[str]) -> None:
+        scales = {}
+        for module in modules:
+            entry = self.entries.get(f"{module}.input_scale")
+            if entry is not None and entry.shape == (1,):
+                scales[module] = self.file(entry.name).read(entry.name).float().item()
+        if len(set(scales.values())) > 1:
+            self.add("fused-scales-differ", modules[0], f"servers fuse these and keep one input_scale: {scales}")
+
+
+def _stays(directory: Path, file: Path) -> bool:
+    """Whether a file is in the directory, or in the blobs folder of the Hugging Face cache that this snapshot is in."""
+    cached = directory.parent.name == "snapshots" and file.parent == directory.parent.parent / "blobs"
+    return cached or directory in file.parents

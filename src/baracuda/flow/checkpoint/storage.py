@@ -1,0 +1,137 @@
+"""How a linear of a scheme is stored, in the layout of compressed-tensors that vLLM and transformers load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...functional import dequantize
+from ...schemes import QuantizedWeight, Scheme
+from ..errors import FlowError
+from .tensorfile import Entry
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: What a scheme may store under the name of a Linear, besides its bias.
+STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale", "weight_zero_point")
+#: 4-bit integers in an int32.
+_PER_WORD = 8
+#: compressed-tensors stores value + 8, baracuda two's complement: the same nibbles, the top bit of each flipped.
+_FLIP = 0x88
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """The tensors of a Linear: their names, types and shapes, and how they are made and read."""
+
+    scheme: Scheme
+
+    @property
+    def packed(self) -> bool:
+        """4-bit weights are stored eight in an int32, 8-bit ones one in an int8. Activations have no part in this."""
+        return self.scheme.weight.element.is_packed
+
+    @property
+    def format(self) -> str:
+        return "pack-quantized" if self.packed else "int-quantized"
+
+    @property
+    def integers(self) -> str:
+        """The tensor that holds the integers of the weight."""
+        return "weight_packed" if self.packed else "weight"
+
+    def columns(self, integers: Entry) -> int:
+        """The columns of the weight whose integers these are."""
+        return integers.shape[1] * (_PER_WORD if self.packed else 1)
+
+    def integers_shape(self, n: int, k: int) -> tuple[int, int]:
+        return n, k // _PER_WORD if self.packed else k
+
+    def declines(self, entry: Entry) -> str | None:
+        """Why this weight stays as it is, or None."""
+        if entry.dtype not in FLOATS:
+            return f"its elements are {entry.dtype}"
+        if len(entry.shape) != 2 or 0 in entry.shape:
+            return f"its shape is {list(entry.shape)}"
+        size = self.scheme.weight.group_size
+        if size is not None and entry.shape[1] % size:
+            return f"its {entry.shape[1]} columns are not a multiple of the group size {size}"
+        return None
+
+    def entries(self, module: str, weight: Entry) -> list[Entry]:
+        """The tensors stored for a Linear; they follow from the type and shape of its float weight."""
+        n, k = weight.shape
+        format = self.scheme.weight
+        integers = torch.int32 if self.packed else torch.int8
+        scale_shape = (n, 1) if format.group_size is None else (n, k // format.group_size)
+        stored = [
+            Entry(f"{module}.{self.integers}", integers, self.integers_shape(n, k)),
+            Entry(f"{module}.weight_scale", format.scale_dtype(weight.dtype), scale_shape),
+        ]
+        if self.packed:
+            stored.append(Entry(f"{module}.weight_shape", torch.int64, (2,)))
+        if self.scheme.activation.kind == "static":
+            stored.append(Entry(f"{module}.input_scale", torch.float32, (1,)))
+        return stored
+
+    def constants(self, weight: Entry, input_scale: Tensor | None) -> dict[str, Tensor]:
+        """The stored tensors that do not depend on the values of the weight."""
+        found = {}
+        if self.packed:
+            found["weight_shape"] = torch.tensor(weight.shape, dtype=torch.int64)
+        if self.scheme.activation.kind == "static":
+            assert input_scale is not None
+            found["input_scale"] = input_scale
+        return found
+
+    def as_quantized_from(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows of a weight in the type they are quantized from; the checkpoint has them in `dtype`.
+
+        Smoothed rows are f32. Where scales have the checkpoint's type, they are rounded to it first.
+        """
+        format = self.scheme.weight
+        wanted = torch.float32 if rows.dtype is torch.float64 else rows.dtype
+        if format.group_size is not None:
+            wanted = format.scale_dtype(dtype)
+        return rows if rows.dtype is wanted else rows.to(wanted)
+
+    def store(self, made: QuantizedWeight) -> dict[str, Tensor]:
+        """The stored tensors of a quantized weight, whose memory they take over."""
+        if made.zero_point is not None:
+            raise FlowError("the method gave zero points, which symmetric formats do not store; use another method")
+        scale = made.segment_scale
+        scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
+        q = made.q.bitwise_xor_(_FLIP).view(torch.int32) if self.packed else made.q  # in place: nobody else reads it
+        return {self.integers: q, "weight_scale": scale}
+
+    def dequantize(self, stored: dict[str, Tensor]) -> Tensor:
+        """The f32 weight that stored rows stand for."""
+        format, q, scale = self.scheme.weight, stored[self.integers], stored["weight_scale"].float()
+        if self.packed:
+            q = q.contiguous().view(torch.uint8) ^ _FLIP
+        if format.group_size is None:
+            scale = scale.squeeze(1)
+        return dequantize(q, scale, scope=format.scope, element=format.element)
+
+    def holds(self, original: Tensor, restored: Tensor, scale: Tensor) -> bool:
+        """Whether `restored`, whole rows, is `original` rounded to nearest: no error is larger than rounding explains.
+
+        That is half a step, plus what rounding the scale to its stored type moves a value by. A step is the scale, but
+        at most twice what the values need, so that a scale far too large for its values is not accepted as coarse.
+        """
+        groups, found = (rows.float().view(*scale.shape, -1) for rows in (original, restored))
+        largest, stored, single = self.scheme.weight.range[1], torch.finfo(scale.dtype), torch.finfo(torch.float32)
+        half = torch.minimum(scale.float() / 2, groups.abs().amax(-1) / largest)[..., None]
+        # Scales are normal f32 numbers, and in a type of few exponents multiples of its smallest one.
+        least = max(single.tiny, largest * stored.tiny * stored.eps)
+        allowed = half + (half + found.abs()) * max(stored.eps, single.eps) + least
+        return bool(((found - groups).abs() <= allowed).all())
+
+    def resembles(self, original: Tensor, restored: Tensor) -> bool:
+        """Whether rows that a method did not round to nearest can be `original`: their error is below half their size.
+
+        Zero weights are exempt, since there the error is what others' errors made of them.
+        """
+        error, size = (original - restored).double().norm(), original.double().norm()
+        return bool(error <= size / 2) or not bool(size > 0)

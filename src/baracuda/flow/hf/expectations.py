@@ -1,0 +1,63 @@
+"""What the model that transformers builds from config.json expects of a checkpoint's files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...core.patterns import matches
+from ..checkpoint.check import Check
+from .names import match_names
+from .skeleton import skeleton, stay_float, tied_weights
+
+
+def check_model(check: Check, config: dict[str, Any]) -> None:
+    """Add a finding for each Linear of the model whose stored tensors do not fit it."""
+    try:
+        model, _ = skeleton(config)
+        names = match_names(model, map(_as_float, check.entries)) if model is not None else None
+    except Exception as error:  # a config can be wrong in any way; transformers then raises anything
+        text = f"transformers cannot build it: {type(error).__name__}: {error}"
+        return check.add("bad-config", "config.json", text)
+    if model is None or names is None:
+        return None
+    ignore = config["quantization_config"]["ignore"]
+    tied, floats = tied_weights(model), stay_float(model)
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or f"{name}.weight" in tied:
+            continue
+        stored = names.module(name)
+        if stored in check.modules and name in floats:
+            text = f"it is stored quantized, but must stay in floating point: {floats[name]}"
+            check.add("config-mismatch", name, text)
+        if names.origin(name) is None:
+            _check_linear(check, name, stored, module, ignore)
+    return None
+
+
+def _check_linear(check: Check, name: str, stored: str | None, module: torch.nn.Linear, ignore: list[str]) -> None:
+    if stored is None:
+        if not _damaged(check):
+            check.add("missing-tensor", f"{name}.weight", "the model has this Linear, no shard its weight")
+        return
+    ignored = any(matches(pattern, name) or matches(pattern, stored) for pattern in ignore)
+    if not ignored and stored not in check.modules:
+        check.add("config-mismatch", name, "config.json says it is quantized, but it is stored in floating point")
+    shape = (module.out_features, module.in_features)
+    for entry, expected, packed in (
+        (check.entries.get(f"{stored}.weight"), shape, ""),
+        (check.entries.get(f"{stored}.weight_packed"), (shape[0], shape[1] // 8), ", packed"),
+    ):
+        if entry is not None and entry.shape != expected:
+            got = "" if packed else f", got {list(entry.shape)}"
+            check.add("shape-mismatch", entry.name, f"config.json makes it {list(shape)}{packed}{got}")
+
+
+def _damaged(check: Check) -> bool:
+    return any(f.code in ("truncated", "bad-offsets", "missing-file", "path-escape") for f in check.findings)
+
+
+def _as_float(name: str) -> str:
+    """The name that a packed weight had before it was quantized."""
+    return name.removesuffix("_packed") if name.endswith(".weight_packed") else name

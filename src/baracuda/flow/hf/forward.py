@@ -1,0 +1,106 @@
+"""Runs a transformers model on tokens alone: loads it in floating point, and checks that it can read the data."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FlowError
+from .load import read_model
+from .skeleton import model_config, require_transformers
+
+#: Small, and unlike any size of a model, so that no two axes are taken for one another.
+TRACE_SHAPE = (2, 11)
+
+
+def float_model(directory: Path, device: torch.device) -> nn.Module:
+    """The checkpoint as transformers loads it."""
+    require_transformers("calibration and evaluation run the model")
+    return read_model(directory, model_config(directory), "auto").to(device).eval()
+
+
+def generates(model: nn.Module) -> bool:
+    """Whether it predicts the next token."""
+    return bool(getattr(model, "can_generate", lambda: False)())
+
+
+def arguments(model: nn.Module) -> dict[str, Any]:
+    """What to call it with besides tokens. A key-value cache is of no use in one forward and takes memory."""
+    return {"use_cache": False} if hasattr(model, "generate") and generates(model) else {}
+
+
+def tokenizer(directory: Path) -> Any:
+    """The tokenizer of a model directory."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise FlowError(
+            f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
+            f"instead ({str(error).strip().splitlines()[0][:200]})"
+        ) from None
+
+
+def require_readable(model: nn.Module, sequences: list[Tensor], use: str, device: torch.device) -> None:
+    """Raise unless the model runs on a few tokens of these sequences, and on the longest of them."""
+    require_known(model, sequences, use)
+    few = sequences[0][: TRACE_SHAPE[1]].expand(TRACE_SHAPE[0], -1).to(device)
+    with on_tokens_alone(model, use), torch.no_grad():
+        model(input_ids=few, **arguments(model))[0].float()
+    require_short(model, max(sequences, key=len).to(device), use)
+
+
+@contextmanager
+def on_tokens_alone(model: nn.Module, use: str) -> Iterator[None]:
+    """Explain the error of a model that needs images, sounds or a second text besides tokens."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise  # a lack of memory says nothing about the model's inputs
+    except Exception as error:  # each model fails in its own way on what it did not get
+        message = (str(error).strip().splitlines() or ["without a word"])[0][:200]
+        remedy = {"calibration": "use a scheme without calibration: w8a8 or w4a16", "evaluation": "drop --evaluate"}
+        raise FlowError(
+            f"{use}: expected a model that runs on tokens alone; {type(model).__name__} does not "
+            f"({type(error).__name__}: {message}); {remedy[use]}"
+        ) from error
+
+
+def require_known(model: nn.Module, sequences: list[Tensor], use: str) -> None:
+    """Raise where the model has no embedding for a token of this data."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    largest = max(int(sequence.max()) for sequence in sequences)
+    if vocabulary is not None and largest >= vocabulary:
+        raise FlowError(f"{use}: token {largest} is not in the model's vocabulary of {vocabulary}; "
+                        "the data was made with another tokenizer: make it with this model's")  # fmt: skip
+
+
+def require_short(model: nn.Module, longest: Tensor, use: str) -> None:
+    """Raise where the model does not read a sequence of this length, with the length that it does read."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0
+    claimed = min(len(longest), positions) if positions > 0 else len(longest)  # XLNet writes -1: any length
+    if claimed == len(longest) and reads(model, longest):
+        return
+    # Positions may begin at 2, as RoBERTa's do: what was claimed is tried as well.
+    limit = bisect_left(range(1, claimed + 1), True, key=lambda length: not reads(model, longest[:length]))
+    told = f"the model reads {limit}: pass --sequence-length {limit}"
+    failed = "the model fails on it: pass a smaller --sequence-length"  # a GPU does not recover from a bad index
+    raise FlowError(f"{use}: a sequence of {len(longest)} tokens, but {told if limit > 1 else failed}")
+
+
+def reads(model: nn.Module, sequence: Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            model(input_ids=sequence[None], **arguments(model))[0].flatten()[0].item()  # a GPU fails when it is asked
+    except torch.OutOfMemoryError:
+        raise  # a lack of memory says nothing about the model's inputs
+    except Exception:  # each model fails in its own way on what is too long
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""The options of a run: what they mean together, and which combinations are refused before anything is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...core.errors import InvalidProblem
+from ...schemes import Choice, Recipe, checkpoint_scheme, get_method
+from ..errors import FlowError, require_pattern
+
+#: stage, bytes or steps done since the last call, total of the stage, what is being worked on
+Progress = Callable[[str, int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that decides the bytes of the result. None stands for the default of the scheme."""
+
+    scheme: str = "w8a8"
+    activations: str = "dynamic"
+    alpha: float | str = 0.5
+    ignore: tuple[str, ...] = ()
+    group_size: int = 128
+    samples: int = 128
+    sequence_length: int = 512
+    smooth: bool | None = None
+    method: str = "rtn"
+
+    def plan(self) -> Plan:
+        """What is done to which layer; raises for options that contradict each other."""
+        scheme, smooths = _explained(lambda: checkpoint_scheme(self.scheme))
+        if self.activations not in ("dynamic", "static"):
+            raise FlowError(f"activations: expected dynamic or static, got {self.activations!r}")
+        if scheme.activation.kind == "float" and self.activations == "static":
+            raise FlowError(f"{self.scheme} keeps activations in floating point: drop --activations static")
+        if self.group_size < 8 or self.group_size % 8:
+            raise FlowError(f"group_size: expected a positive multiple of 8, got {self.group_size}")
+        if self.smooth is False and smooths:
+            raise FlowError(f"{self.scheme} smooths: drop smooth=False, or use --scheme w8a8")
+        if self.activations == "static":
+            scheme = scheme.with_activations("static")
+        if scheme.weight.group_size is not None:
+            scheme = scheme.with_groups(self.group_size)
+        method = _explained(lambda: get_method(self.method))
+        return Plan(Recipe(Choice(scheme, method)), smooths or bool(self.smooth))
+
+    def check(self) -> None:
+        """Raise for values that are out of range."""
+        if self.alpha != "auto" and not (isinstance(self.alpha, (int, float)) and 0 <= self.alpha <= 1):
+            raise FlowError(f"alpha: expected a number in [0, 1] or 'auto', got {self.alpha!r}")
+        for name, least in (("samples", 1), ("sequence_length", 2)):
+            if getattr(self, name) < least:
+                raise FlowError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        for pattern in self.ignore:
+            require_pattern(pattern)
+
+    def record(self) -> dict[str, Any]:
+        """As JSON. What is left at its default is not in it where older versions did not have the option."""
+        written = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
+        newer = {"smooth": not self.smooth, "method": self.method == Options.method}
+        return {key: value for key, value in written.items() if not newer.get(key, False)}
+
+    def require_used(self, plan: Plan, **given: object) -> None:
+        """Reject options that the scheme ignores."""
+        scheme = plan.recipe.default.scheme
+        name, kind = self.scheme, f"{self.scheme} with {self.activations} activations"
+        static = "" if scheme.activation.kind == "float" else ", or add --activations static"
+        grouped = scheme.weight.group_size is not None
+        unused = {
+            "alpha": (plan.smooth, f"{name} does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
+            "group_size": (grouped, f"{name} has no groups: drop --group-size, or use --scheme w4a16"),
+            "calibration": (plan.needs_calibration, f"{kind} needs no data: drop --calibration{static}"),
+        }
+        for option, (used, why) in unused.items():
+            if given[option] is not None and not used:
+                raise FlowError(why)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What options ask for: a scheme and a method for each layer, and whether to smooth the model first."""
+
+    recipe: Recipe
+    smooth: bool
+
+    @property
+    def needs_calibration(self) -> bool:
+        return self.smooth or self.recipe.static or self.recipe.needs is not None
+
+
+def _explained(call: Callable[[], Any]) -> Any:
+    """The result of a call, with its InvalidProblem as the FlowError of a run."""
+    try:
+        return call()
+    except InvalidProblem as error:
+        raise FlowError(str(error)) from None

@@ -1,0 +1,94 @@
+"""quantize_checkpoint: a model directory in, a quantized one out, resumable at any moment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...plans.plan import resolve_device
+from ..checkpoint.directory import Checkpoint
+from ..errors import RESUME, FlowError, os_errors_explained
+from .distributed import team
+from .options import Options, Progress
+from .steps import Run
+
+
+def quantize_checkpoint(
+    model_dir: str | Path,
+    out: str | Path,
+    *,
+    scheme: str = "w8a8",
+    activations: str = "dynamic",
+    calibration: str | Path | None = None,
+    evaluation: str | Path | None = None,
+    alpha: float | str | None = None,
+    ignore: str | Iterable[str] = (),
+    group_size: int | None = None,
+    samples: int = 128,
+    sequence_length: int = 512,
+    device: torch.device | str = "cpu",
+    resume: bool = False,
+    progress: Progress | None = None,
+    smooth: bool | None = None,
+    method: str = "rtn",
+) -> dict[str, Any]:
+    """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
+
+    - `scheme`: `"w8a8"`, `"w8a8-static"` or `"w4a16"`; `"w8a8-smoothquant"` is `"w8a8"` with `smooth=True`.
+      `activations`: `"dynamic"`, a scale per token at run time, or `"static"`, one per tensor from calibration.
+    - `smooth`: move outliers of the activations into the weights first (SmoothQuant). `alpha`: its strength, from 0 to
+      1, or `"auto"` to search it per layer; 0.5 unless given.
+    - `method`: how weights become integers; `"rtn"` rounds them to nearest.
+    - `calibration`: a file of texts or tokens, for smoothing, static activations and methods that need data.
+      `evaluation`: one to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are read.
+    - `group_size`: columns that share a scale in w4a16; 128 unless given.
+    - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
+    - `device`: where to compute. `resume`: go on with a run that was killed; one that has ended is left as it is.
+    - `progress(stage, done, total, label)` is called as work is done: `done` since the last call, of `total` in the
+      stage, in bytes or steps; `label` is the tensor or batch.
+
+    Options that the scheme ignores are refused. Under torchrun every rank calls this and the work is shared. The bytes
+    are those of one process. Rank 0 returns the report, the other ranks an empty one. Errors spell options as the
+    command line does: `--group-size` is `group_size`, `--evaluate` is `evaluation`.
+    """
+    out = Path(out)
+    options = Options(
+        scheme,
+        activations,
+        Options.alpha if alpha is None else alpha,
+        (ignore,) if isinstance(ignore, str) else tuple(ignore),
+        Options.group_size if group_size is None else group_size,
+        samples,
+        sequence_length,
+        smooth,
+        method,
+    )
+    plan = options.plan()
+    options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
+    with os_errors_explained(out, RESUME), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
+        run = Run(
+            source,
+            out,
+            options,
+            plan,
+            ranks,
+            _own_device(device),
+            progress or (lambda stage, done, total, label: None),
+            Path(calibration) if calibration is not None else None,
+            Path(evaluation) if evaluation is not None else None,
+        )
+        return run.go(resume=resume)
+
+
+def _own_device(device: torch.device | str) -> torch.device:
+    """The device of this rank: under torchrun, "cuda" is a GPU each."""
+    if str(device) == "cuda" and (rank := os.environ.get("LOCAL_RANK")) is not None and torch.cuda.is_available():
+        device = torch.device("cuda", int(rank) % torch.cuda.device_count())
+    resolved = resolve_device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise FlowError(f"device {resolved}: expected cpu or cuda, where checkpoints are quantized")
+    return resolved

@@ -1,0 +1,42 @@
+"""baracuda verify: what is wrong with a quantized checkpoint, by its files, its model and its original."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ..checkpoint.check import Check, Finding
+from ..checkpoint.compare import compare
+from ..hf.expectations import check_model
+
+#: Enough to see what is wrong; a damaged file can produce one for every tensor.
+MAX_FINDINGS = 200
+
+
+def verify(out: str | Path, against: str | Path | None = None) -> list[Finding]:
+    """What is wrong with the checkpoint in `out`; `against` also compares it with the one it was made from.
+
+    Every element of every tensor is compared, except in the tensors that smoothing has changed on purpose.
+    """
+    check = Check(Path(out))
+    _run(check, Path(against) if against is not None else None)
+    return check.findings[:MAX_FINDINGS]
+
+
+def _run(check: Check, against: Path | None) -> None:
+    if not check.out.is_dir():
+        return check.add("missing-file", str(check.out), "expected a directory with a quantized checkpoint")
+    with ExitStack() as stack:
+        config, recipe = check.read_config()
+        check.open_files(stack)
+        check.check_other_files()
+        if recipe is not None:
+            check.check_modules(recipe)
+            check.check_ignored(config["quantization_config"]["ignore"])
+            check_model(check, config)
+            check.check_fused(recipe)
+        for name in check.entries:
+            check.check_values(name)
+        if against is not None:
+            compare(check, against, recipe)
+    return None

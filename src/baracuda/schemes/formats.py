@@ -1,0 +1,129 @@
+"""What a scheme is made of: the format of the weights, and that of the activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from ..core.errors import InvalidProblem
+from ..core.problem import dynamic_range
+from ..core.scope import PerChannel, PerGroup, Scope
+from ..core.types import DynamicRangeMode, Element, ElementKind, member
+
+ActivationKind = Literal["float", "dynamic", "static"]
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Symmetric integers with one scale for each output channel, or for each group of columns in it."""
+
+    element: ElementKind = ElementKind.S8
+    """s8 or s4."""
+    group_size: int | None = None
+    """Columns that share a scale; None for all columns of an output channel."""
+    scales: str = "absmax"
+    """The rule that chooses the scales, by its name in `scales.RULES`."""
+
+    @property
+    def scope(self) -> Scope:
+        return PerChannel(0) if self.group_size is None else PerGroup(self.group_size)
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.element.is_packed else 8
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The integers that weights are clamped to: symmetric around zero."""
+        return dynamic_range(self.element, DynamicRangeMode.SYMMETRIC)
+
+    def scale_dtype(self, weight: torch.dtype) -> torch.dtype:
+        """The type of the scales of a weight of this type.
+
+        Channel scales are f32, as servers hold them. Group scales have the model's type, as servers' kernels read them.
+        """
+        return weight if self.group_size is not None and weight is not torch.float64 else torch.float32
+
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows,) if self.group_size is None else (rows, columns // self.group_size)
+
+
+@dataclass(frozen=True)
+class ActivationFormat:
+    """What the inputs of a linear become: floats as they are, or integers.
+
+    `dynamic` integers have a scale for each token, from its own range. `static` ones share one calibrated scale.
+    """
+
+    kind: ActivationKind = "dynamic"
+    element: ElementKind = ElementKind.S8
+    mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
+    q_min: int | None = None
+    q_max: int | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As the constructors of linears spell them."""
+        return {"activation": self.element, "mode": self.mode, "q_min": self.q_min, "q_max": self.q_max}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a linear is quantized: its weight, and its input."""
+
+    weight: WeightFormat = field(default_factory=WeightFormat)
+    activation: ActivationFormat = field(default_factory=ActivationFormat)
+
+    def with_activations(self, kind: ActivationKind) -> Scheme:
+        return replace(self, activation=replace(self.activation, kind=kind))
+
+    def with_groups(self, size: int) -> Scheme:
+        return replace(self, weight=replace(self.weight, group_size=size))
+
+    @property
+    def linear_options(self) -> dict[str, Any]:
+        """The options of the integer linear that computes this scheme."""
+        if self.activation.kind == "float" or self.weight.group_size is not None:
+            raise InvalidProblem(
+                f"scheme: expected integer activations and a scale per output channel, got {self.activation.kind} "
+                f"activations and groups of {self.weight.group_size}; use w8a8 or w4a8"
+            )
+        return {"weight_element": self.weight.element, **self.activation.options}
+
+
+@dataclass(frozen=True)
+class LinearScheme:
+    """How a linear is quantized; weights are symmetric and per output channel throughout.
+
+    A symmetric range over u8 activations begins at 0, so that every negative one becomes 0. That fits what comes out of
+    a ReLU; for anything else take s8, or the asymmetric mode.
+    """
+
+    weight: Element = ElementKind.S8
+    """s8 or s4."""
+    activation: Element = ElementKind.S8
+    """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
+    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    """Whether activations have a zero point."""
+    static: bool = False
+    """One calibrated scale for all activations, instead of one for each token from its own range."""
+    q_min: int | None = None
+    """The lower end of a narrower range for the activations."""
+    q_max: int | None = None
+    """Its upper end: 7, after a `q_min` of -7, makes 4 bits."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", ElementKind.of(self.weight, "weight"))
+        object.__setattr__(self, "activation", ElementKind.of(self.activation, "activation"))
+        object.__setattr__(self, "mode", member(DynamicRangeMode, self.mode, "mode"))
+
+    @property
+    def _scheme(self) -> Scheme:
+        element, mode = ElementKind.of(self.activation, "activation"), member(DynamicRangeMode, self.mode, "mode")
+        kind: ActivationKind = "static" if self.static else "dynamic"
+        return Scheme(
+            WeightFormat(ElementKind.of(self.weight, "weight")),
+            ActivationFormat(kind, element, mode, self.q_min, self.q_max),
+        )

@@ -1,0 +1,80 @@
+"""The schemes with names, in one table for models in memory, checkpoints, the command line and the documentation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..core.errors import InvalidProblem
+from ..core.types import DynamicRangeMode, ElementKind
+from .formats import ActivationFormat, LinearScheme, Scheme, WeightFormat
+
+_S4 = ElementKind.S4
+
+
+@dataclass(frozen=True)
+class Named:
+    """A scheme, and where it can be asked for."""
+
+    scheme: Scheme
+    live: bool = True
+    """By `quantize_model` and `prepare_qat`, which replace the linears of a model in memory."""
+    checkpoint: bool = False
+    """By `baracuda quantize`, which writes checkpoints, and by what reads them."""
+
+
+SCHEMES: dict[str, Named] = {
+    "w8a8": Named(Scheme(), checkpoint=True),
+    "w8a8-asymmetric": Named(Scheme(activation=ActivationFormat(mode=DynamicRangeMode.ASYMMETRIC))),
+    "w8a8-static": Named(Scheme(activation=ActivationFormat("static")), checkpoint=True),
+    "w4a8": Named(Scheme(WeightFormat(_S4))),
+    "w4a4": Named(Scheme(WeightFormat(_S4), ActivationFormat(q_min=-7, q_max=7))),
+    "w4a16": Named(Scheme(WeightFormat(_S4, group_size=128), ActivationFormat("float")), live=False, checkpoint=True),
+}
+
+
+@dataclass(frozen=True)
+class Alias:
+    """An older name. Smoothing is a transform of its own, which precedes any scheme; this name asks for both."""
+
+    live: str
+    checkpoint: str
+    smooth: bool
+
+
+#: A model in memory is not smoothed: there, the name has always meant the linear with static activations.
+ALIASES: dict[str, Alias] = {"w8a8-smoothquant": Alias(live="w8a8-static", checkpoint="w8a8", smooth=True)}
+
+
+def live_names() -> list[str]:
+    return [*(name for name, named in SCHEMES.items() if named.live), *ALIASES]
+
+
+def checkpoint_names() -> list[str]:
+    return [*(name for name, named in SCHEMES.items() if named.checkpoint), *ALIASES]
+
+
+def live_scheme(scheme: str | LinearScheme) -> Scheme:
+    """The scheme of a model in memory."""
+    if isinstance(scheme, LinearScheme):
+        return scheme._scheme
+    if scheme not in live_names():
+        raise InvalidProblem(
+            f"scheme: expected a LinearScheme or one of {', '.join(live_names())}, got {scheme!r}; "
+            "those of checkpoints, w4a16 among them, are for `baracuda quantize`"
+        )
+    return SCHEMES[ALIASES[scheme].live if scheme in ALIASES else scheme].scheme
+
+
+def checkpoint_scheme(name: str) -> tuple[Scheme, bool]:
+    """The scheme of a checkpoint, and whether its name also asks for smoothing."""
+    if name not in checkpoint_names():
+        raise InvalidProblem(f"scheme: expected one of {', '.join(checkpoint_names())}, got {name!r}")
+    alias = ALIASES.get(name)
+    return SCHEMES[alias.checkpoint if alias else name].scheme, alias is not None and alias.smooth
+
+
+def is_checkpoint_scheme(scheme: Scheme) -> bool:
+    """Whether checkpoints of this scheme are written and read, whatever the size of its groups."""
+    size = scheme.weight.group_size
+    written = [named.scheme for named in SCHEMES.values() if named.checkpoint]
+    return any(scheme == (s if size is None or s.weight.group_size is None else s.with_groups(size)) for s in written)

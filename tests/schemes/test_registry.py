@@ -1,0 +1,81 @@
+"""The table of schemes: one name means one thing wherever it is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+from typer.testing import CliRunner
+
+import baracuda
+from baracuda import InvalidProblem, LinearScheme
+from baracuda.cli import app
+from baracuda.core.types import ElementKind
+from baracuda.schemes import (
+    ActivationFormat,
+    Choice,
+    Recipe,
+    Scheme,
+    WeightFormat,
+    checkpoint_names,
+    checkpoint_scheme,
+    get_method,
+    live_names,
+    live_scheme,
+    method_names,
+)
+from baracuda.schemes.registry import is_checkpoint_scheme
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", sorted({*live_names()} & {*checkpoint_names()} - {"w8a8-smoothquant"}))
+def test_a_name_means_one_scheme_in_models_and_in_checkpoints(name: str) -> None:
+    assert checkpoint_scheme(name) == (live_scheme(name), False)
+
+
+def test_the_older_name_is_static_in_a_model_and_smoothed_in_a_checkpoint() -> None:
+    assert live_scheme("w8a8-smoothquant") == live_scheme("w8a8-static") == LinearScheme(static=True)._scheme
+    assert checkpoint_scheme("w8a8-smoothquant") == (live_scheme("w8a8"), True)
+
+
+def test_how_weights_are_stored_says_nothing_about_activations() -> None:
+    packed = Scheme(WeightFormat(ElementKind.S4, 64))
+    assert packed.activation.kind == "dynamic" and packed.with_activations("float").weight == packed.weight
+    assert not is_checkpoint_scheme(packed) and is_checkpoint_scheme(packed.with_activations("float"))
+    assert not is_checkpoint_scheme(Scheme(WeightFormat(), ActivationFormat("float")))
+
+
+@pytest.mark.parametrize("name", live_names())
+def test_every_live_scheme_has_an_integer_linear(name: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    scales = {"0": 0.1} if live_scheme(name).activation.kind == "static" else None
+    assert baracuda.quantize_model(model, name, input_scales=scales).skipped == {}
+
+
+def test_a_scheme_without_an_integer_linear_is_refused() -> None:
+    with pytest.raises(InvalidProblem, match=r"expected integer activations .* got float .* groups of 128"):
+        _ = checkpoint_scheme("w4a16")[0].linear_options
+    with pytest.raises(InvalidProblem, match=r"w4a16 among them, are for `baracuda quantize`"):
+        baracuda.quantize_model(nn.Linear(2, 2), "w4a16")
+
+
+def test_the_command_line_names_every_scheme_and_method() -> None:
+    text = CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "300"}).output
+    for name in (*checkpoint_names(), *method_names()):
+        assert name in text
+
+
+def test_the_documentation_names_every_scheme() -> None:
+    checkpoints, models = ((DOCS / "how-to" / f"{page}.md").read_text() for page in ("checkpoints", "training"))
+    assert [name for name in checkpoint_names() if f"`{name}`" not in checkpoints] == []
+    assert [name for name in live_names() if f"`{name}`" not in models] == []
+
+
+def test_a_layer_gets_the_choice_of_the_first_pattern_that_matches_one_of_its_names() -> None:
+    eight, four = Choice(live_scheme("w8a8")), Choice(live_scheme("w4a8"), get_method("rtn"))
+    recipe = Recipe(eight, (("*.mlp.*", four), ("re:model", eight)))
+    assert recipe.of("layers.0.mlp.up") == recipe.of("model.x", "model.mlp.y") == four
+    assert recipe.of("model.attn") == recipe.of("other") == eight
+    assert recipe.choices == [eight, four, eight] and not recipe.static and recipe.needs is None
