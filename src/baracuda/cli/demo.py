@@ -1,4 +1,4 @@
-"""The newcomer's first minute: a small model quantized end to end; or what each scope costs and saves on a tensor."""
+"""`baracuda demo`: a small model quantized end to end, or the cost of each scope on one tensor."""
 
 from __future__ import annotations
 

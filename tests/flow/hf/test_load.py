@@ -240,3 +240,27 @@ def test_an_error_about_a_checkpoint_survives_the_way_between_processes() -> Non
     back = pickle.loads(pickle.dumps(error))
     assert (type(back), back.code, str(back)) == (CheckpointError, error.code, str(error))
     assert back.__notes__ == ["while loading"] and copy.copy(error).code == "bad-config"
+
+
+@pytest.mark.parametrize("given", [(), ("the model",)], ids=["without the model", "with the model"])
+def test_the_quantizer_serves_both_signatures_of_transformers(
+    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Versions differ in whether they pass the model when they ask for the conversions of weights."""
+    from baracuda.flow.hf.quantizer import HfQuantizer, Quantizer
+
+    class Conversion:
+        def __init__(self, *names: str) -> None:
+            self.source_patterns = names
+
+    asked = []
+
+    def update(self: object, conversions: list[object], *model: str) -> list[object]:
+        asked.append((conversions, model))
+        return [*conversions, "more"]
+
+    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", update)
+    experts, other = Conversion("experts.*.up.weight"), Conversion("q.weight", "k.weight")
+    quantizer = Quantizer.__new__(Quantizer)
+    assert quantizer.update_weight_conversions([experts, other], *given) == [experts, "more", other]
+    assert asked == [([experts], given)]

@@ -18,7 +18,7 @@ SINGLE = "model.safetensors"
 JOURNAL = ".baracuda"
 REPORT = "baracuda_report.json"
 REPORT_PAGE = "baracuda_report.html"
-#: A configuration or an index of more than this is an attack or an accident.
+#: No configuration or index is larger than this; a larger file is damaged or an attack.
 MAX_JSON_BYTES = 200_000_000
 #: Weights in formats other than safetensors. Some of them run code when loaded: none is ever opened.
 FOREIGN_WEIGHTS = (
@@ -86,7 +86,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str | None:
-        """What transformers takes for the type of a model whose config names none: the first float there is."""
+        """The type of the first float tensor: transformers takes it for the model's where the config names none."""
         entries = (entry for shard in sorted(self.shards) for _, entry in sorted(self.shards[shard].entries.items()))
         found = next((entry.dtype for entry in entries if entry.dtype in FLOATS), None)
         return None if found is None else str(found).removeprefix("torch.")
@@ -130,7 +130,7 @@ def require_one_model(directory: Path, names: list[str]) -> None:
 
 
 def inside(directory: Path, name: str) -> Path:
-    """The path of a shard, refused when the name is anything but a plain safetensors file name of this directory."""
+    """The path of a shard. Raises unless the name is that of a safetensors file directly in this directory."""
     if name != os.path.basename(name) or "\\" in name or "\0" in name or name.startswith("."):
         raise CheckpointError("path-escape", f"the index names {name[:200]!r}: expected a plain file name")
     if not name.endswith(".safetensors"):

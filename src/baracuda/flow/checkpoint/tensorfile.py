@@ -1,4 +1,4 @@
-"""Safetensors files, read and written a block at a time: a header that is checked before it is believed, then bytes."""
+"""Safetensors files, read and written a block at a time. A header is checked before its offsets are used."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..errors import RESUME, CheckpointError
 
-#: Linux: begin to write dirty pages to the disk, and do not wait. Elsewhere all of it is left to the last fsync.
+#: On Linux this starts the writeback of dirty pages without waiting. Elsewhere the last fsync writes all of them.
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
-#: The format's own limit. A longer header is an attack or an accident.
+#: The format's own limit. A file with a longer header is damaged or an attack.
 MAX_HEADER_BYTES = 100_000_000
-#: So much is sent to the disk at once: it works while the rest is still being computed.
+#: Start writeback after this many bytes, so that the disk works while the rest is computed.
 WRITEBACK_BYTES = 32 << 20
 
 DTYPES: dict[str, torch.dtype] = {
@@ -47,7 +47,7 @@ NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a file; `start` and `end` count from the first byte behind the header."""
+    """One tensor of a file; `start` and `end` count from the first byte after the header."""
 
     name: str
     dtype: torch.dtype
@@ -74,7 +74,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_file():  # opening a pipe would wait for ever
+        if not path.is_file():  # opening a pipe would block
             raise CheckpointError("unreadable", f"{path.name}: not a regular file")
         try:
             self._fd = os.open(path, os.O_RDONLY)
@@ -97,11 +97,11 @@ class TensorFile:
 
     @property
     def version(self) -> list[int]:
-        """What tells this file from a later one of the same name."""
+        """Size and time of modification: they differ in a later file of the same name."""
         return [self._state.st_size, self._state.st_mtime_ns]
 
     def require_unchanged(self) -> None:
-        """Raises when the file under this name is no longer the one that was opened, as it was then."""
+        """Raise when the file of this name was replaced or changed since it was opened."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -172,7 +172,7 @@ class TensorFileWriter:
         self._fd = os.open(path, (os.O_CREAT | os.O_TRUNC if create else 0) | os.O_WRONLY, 0o644)
         if create:
             try:
-                with self._named():
+                with self._path_in_errors():
                     os.truncate(self._fd, self.size)
                 self._write(header, 0)
             except BaseException:
@@ -188,9 +188,9 @@ class TensorFileWriter:
             )
 
     def close(self) -> None:
-        """Done: the bytes are on the disk when this returns."""
+        """Finish the file. Its bytes are on the disk when this returns."""
         try:
-            with self._named():
+            with self._path_in_errors():
                 os.fsync(self._fd)
         finally:
             os.close(self._fd)
@@ -201,7 +201,7 @@ class TensorFileWriter:
     def _write(self, data: bytes | memoryview, position: int) -> None:
         view = memoryview(data)
         self._dirty += len(view)
-        with self._named():
+        with self._path_in_errors():
             while view:
                 written = os.pwrite(self._fd, view, position)
                 view, position = view[written:], position + written
@@ -210,8 +210,8 @@ class TensorFileWriter:
             self._dirty = 0
 
     @contextmanager
-    def _named(self) -> Iterator[None]:
-        """What fails on a descriptor does not know its file, nor how much of it there was to write."""
+    def _path_in_errors(self) -> Iterator[None]:
+        """Add the path and the size to an OSError: one from a descriptor has neither."""
         try:
             yield
         except OSError as error:
@@ -304,7 +304,7 @@ def _sizes(value: Any) -> bool:
 
 
 def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """A JSON object, or a CheckpointError: whatever the bytes are."""
+    """Parse a JSON object; whatever is wrong with the bytes raises a CheckpointError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         table = dict(pairs)

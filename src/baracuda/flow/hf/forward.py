@@ -90,9 +90,9 @@ def require_short(model: nn.Module, longest: Tensor, use: str) -> None:
         return
     # Positions may begin at 2, as RoBERTa's do: what was claimed is tried as well.
     limit = bisect_left(range(1, claimed + 1), True, key=lambda length: not reads(model, longest[:length]))
-    told = f"the model reads {limit}: pass --sequence-length {limit}"
+    advice = f"the model reads {limit}: pass --sequence-length {limit}"
     failed = "the model fails on it: pass a smaller --sequence-length"  # a GPU does not recover from a bad index
-    raise FlowError(f"{use}: a sequence of {len(longest)} tokens, but {told if limit > 1 else failed}")
+    raise FlowError(f"{use}: a sequence of {len(longest)} tokens, but {advice if limit > 1 else failed}")
 
 
 def reads(model: nn.Module, sequence: Tensor) -> bool:

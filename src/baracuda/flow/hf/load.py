@@ -70,10 +70,10 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Mod
     mismatched = [f"{name} ({list(stored)}, not {list(there)})" for name, (stored, there) in sorted(shapes.items())]
     quantized = any(name.rpartition(".")[2] in set(STORED) - {"weight"} for name in unread)
     if missing or mismatched or quantized:
-        told = {"no file holds": missing, "have another shape": mismatched, "nothing reads": unread}
+        problems = {"no file holds": missing, "have another shape": mismatched, "nothing reads": unread}
         raise FlowError(
             f"{directory}: the files do not fill transformers' {type(model).__name__}: "
-            + "; ".join(f"{what} {some(names)}" for what, names in told.items() if names)
+            + "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
             + "; make or download the checkpoint again"
         )
     return model

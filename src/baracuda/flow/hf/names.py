@@ -1,4 +1,4 @@
-"""Which stored tensor is which of the model: transformers renames many when it loads them, and is asked itself."""
+"""Which stored tensor is loaded into which tensor of the model. transformers renames many; its own rules are used."""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight as a float, in the scales' type, made for each asking: model code looks at its type or shape.
+        """The weight in the type of the scales, dequantized on each access: model code reads its type or shape.
 
-        It is marked as transformers marks what it has loaded, so that no initialization writes to it.
+        It is marked as loaded, as transformers does it, so that no initialization writes to it.
         """
         dtype = self.weight_scale.dtype
         if self.weight_scale.is_meta:

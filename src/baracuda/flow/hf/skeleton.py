@@ -19,7 +19,7 @@ from .surroundings import taken_apart
 SHARED = "shares its weight with another module"
 #: Subclasses of nn.Linear that compute what it does.
 PLAIN = ("FalconLinear",)
-#: Settings that say how often something is built, and more than any model has: building that would take for ever.
+#: Settings that say how many parts are built, and limits that no real model reaches: more would never be built.
 _COUNT = re.compile(r"(^|_)(layers?|blocks?|depths?|experts?)$")
 _NO_COUNT = re.compile(r"vocab|size|dim")
 MAX_REPEATS, MAX_EXPERTS = 10_000, 100_000
@@ -34,7 +34,7 @@ def require_transformers(why: str) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its own bars and notices: this program draws its own."""
+    """Silence the progress bars and notices of transformers: baracuda draws its own."""
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -49,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 
 def model_config(directory: Path) -> Any:
-    """What transformers makes of a config.json, alone: code that comes with a model is not run, nor asked about."""
+    """The config.json as transformers parses it. Code that comes with a model is never run."""
     import transformers
 
     with quiet():
@@ -63,9 +63,9 @@ def model_config(directory: Path) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """The transformers model a config names, or else the one below the heads of its kind; None where it has neither.
+    """The transformers class that a config names, or else the headless model of its kind; None where there is neither.
 
-    A name that is not transformers' own may be that of code beside the model, which can be built in any way.
+    A name that transformers does not know may be a class in code beside the model, of which nothing is known.
     """
     import transformers
 
@@ -80,7 +80,7 @@ def model_class(config: Any) -> Any:
 
 
 def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
-    """The model on the meta device: its structure without its weights; None with the reason where there is none."""
+    """The model on the meta device, without weights; or None, and the reason."""
     try:
         import transformers
     except ImportError:
@@ -103,7 +103,7 @@ def skeleton(config: dict[str, Any]) -> tuple[torch.nn.Module | None, str]:
 
 
 def _require_sane(config: Any) -> None:
-    """A config can ask for a billion layers, and transformers would start to make them."""
+    """Raise for a config that asks for more layers than any model has: transformers would start to build them."""
     for key, value in config.items():
         if isinstance(value, dict):
             _require_sane(value)
@@ -115,12 +115,12 @@ def _require_sane(config: Any) -> None:
 
 
 def tied_weights(model: torch.nn.Module) -> dict[str, str]:
-    """Tensor of the model -> the one that it is, under another name."""
+    """Tensor of the model -> the tensor that it shares its memory with."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 
 def stay_float(model: torch.nn.Module) -> dict[str, str]:
-    """The Linears whose place no module of integers can take, with the reason."""
+    """The Linears that no integer module can replace, with the reason."""
     reasons = dict.fromkeys((name.removesuffix(".weight") for name in tied_weights(model).values()), SHARED)
     reasons |= dict.fromkeys(taken_apart(model), "the code around it computes with its weight itself")
     for name, module in model.named_modules():

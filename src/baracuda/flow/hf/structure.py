@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are weights of Linears: asked of the model's own code, or told by names and shapes."""
+"""Which tensors of a checkpoint are weights of Linears: by the model that transformers builds, or by name and shape."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOT_LINEAR = re.compile(
     r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
 )
 HEAD = "lm_head"
-#: Linears that choose experts, as does all that is in a `router`: servers read them in floating point only.
+#: Linears that choose experts, as do all modules in a `router`: servers read them in floating point only.
 ROUTERS = ("gate", "shared_expert_gate")
 _EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
 NOT_STORED = "not stored"
@@ -166,12 +166,12 @@ def _why_nothing(left: dict[str, str]) -> str:
     alike: dict[str, list[str]] = {}
     for module, why in left.items():
         alike.setdefault(why, []).append(module)
-    told = [f"{some(modules, 1)}: {why}" for why, modules in list(alike.items())[:8]]
-    return "; ".join(told) or "No Linear weights were found."
+    lines = [f"{some(modules, 1)}: {why}" for why, modules in list(alike.items())[:8]]
+    return "; ".join(lines) or "No Linear weights were found."
 
 
 def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
-    """A pattern that matches nothing is a typing error. What stays as it is anyway, a norm or the head, does match."""
+    """Raise for a pattern that matches no module, a typing error. Modules that always stay float count too."""
     names = {tensor.rpartition(".")[0] for tensor in source.where}.union(structure.left, structure.modules.values())
     names.add(HEAD)
     for pattern in ignore:
@@ -184,7 +184,7 @@ def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str
 
 
 def _require_found(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
-    """Linears without a weight beside weights without a place: the names differ, and half a model would stay float."""
+    """Raise where Linears have no weight while nothing reads some weights: half the model would stay float."""
     lost = [
         module
         for module, reason in structure.left.items()
@@ -201,7 +201,7 @@ def _require_found(structure: Structure, source: Checkpoint, ignore: tuple[str, 
 
 
 def _require_whole_families(structure: Structure) -> None:
-    """Servers refuse a fused layer of which a part is quantized, so an --ignore must not split one."""
+    """Raise where --ignore splits a fused layer: servers refuse one that is quantized in part."""
     quantized = set(structure.linears.values())
     left, taken = (next(filter(_EXPERTS.match, modules), None) for modules in (structure.left, sorted(quantized)))
     if left is not None and taken is not None:
@@ -220,7 +220,7 @@ def _require_whole_families(structure: Structure) -> None:
 
 
 def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
-    """A Linear that must stay float keeps those beside it float that servers run as one layer with it."""
+    """Where a Linear stays float, leave those float that servers fuse with it."""
     for module in [name for name in structure.left if f"{name}.weight" in source.where]:
         for name in fused_with(module):
             if structure.linears.pop(f"{name}.weight", None) is not None:
@@ -228,7 +228,7 @@ def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
 
 
 def _casts(model: torch.nn.Module, name: str) -> str | None:
-    """Why a Linear stays float, in every scheme, whose call alone integers could serve; or None."""
+    """Why a Linear stays float although it is only called: its caller casts to `weight.dtype`. Or None."""
     parent, _, leaf = name.rpartition(".")
     casts = casts_to_its_type(model.get_submodule(parent), leaf)
     return "the module around it casts to the type of its weight" if casts else None
@@ -245,14 +245,14 @@ def _is_router(name: str) -> bool:
 def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> Structure:
     structure = Structure(f"the nn.Linear modules of transformers' {type(model).__name__}")
     structure.names = names = match_names(model, source.where)
-    spoken_for: set[str] = set()
+    handled: set[str] = set()
     tied = tied_weights(model)
     floats = stay_float(model)
     for name, module in model.named_modules():
         stored = names.module(name)
         conv = type(module).__name__ == "Conv1D"
         if stored is not None and (conv or isinstance(module, torch.nn.Embedding)):
-            spoken_for.add(f"{stored}.weight")
+            handled.add(f"{stored}.weight")
         if conv and stored is not None:
             structure.modules[stored] = name
             structure.left[stored] = (
@@ -267,7 +267,7 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> S
             structure.left[name] = f"transformers makes it from {origin}" if origin is not None else NOT_STORED
         else:
             structure.modules[stored] = name
-            spoken_for.add(f"{stored}.weight")
+            handled.add(f"{stored}.weight")
             router = "a router, which servers read in floating point" if _is_router(name) else None
             reason = router or floats.get(name) or _casts(model, name)
             if reason is None:
@@ -275,8 +275,8 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> S
             else:
                 structure.left[stored] = reason
     _take_experts(structure, model, source, recipe)
-    spoken_for |= set(structure.linears)
-    _name_the_rest(structure, source, spoken_for)
+    handled |= set(structure.linears)
+    _name_the_rest(structure, source, handled)
     return structure
 
 
@@ -295,11 +295,11 @@ def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoi
         structure.left |= dict.fromkeys(reasons, f"expert weights, of which {declined[0]} does not fit: {declined[1]}")
 
 
-def _name_the_rest(structure: Structure, source: Checkpoint, spoken_for: set[str]) -> None:
-    """Matrices that are no nn.Linear here may be one in a server: they are left, named, and told to it."""
+def _name_the_rest(structure: Structure, source: Checkpoint, handled: set[str]) -> None:
+    """List all other float matrices as left: a server may have an nn.Linear for them and must know that."""
     for tensor in source.where:
         entry = source.entry(tensor)
-        if tensor in spoken_for or entry.dtype not in FLOATS or len(entry.shape) < 2:
+        if tensor in handled or entry.dtype not in FLOATS or len(entry.shape) < 2:
             continue
         module = tensor.removesuffix(".weight")
         if module not in structure.left:

@@ -1,4 +1,4 @@
-"""What transformers' code around a Linear does with its weight, besides calling the Linear: read, or tried out."""
+"""How the code of transformers' models uses the weight of a Linear besides calling it: by its source, or by trying."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import torch
 from torch import nn
 
-#: What code may ask of a weight that is one of integers: `dtype` has a function of its own here.
+#: Attributes that code may read of an integer weight; `casts_to_its_type` looks at `dtype`.
 ASKED = ("device", "dtype", "ndim", "shape", "size")
-#: Functions that a weight may be given to.
+#: Functions that code may call with an integer weight.
 ASKING = ("hasattr", "isinstance")
-#: The conditions around a place in code, and what each must be to get there.
+#: The conditions around a place in code, and the value of each that leads there.
 Conditions = tuple[tuple[ast.expr, bool], ...]
 
 
 def casts_to_its_type(around: nn.Module, name: str) -> bool:
-    """Whether the module that holds a Linear under `name` casts to the type of its weight, whatever that is.
+    """Whether the module that holds a Linear under `name` casts tensors to the type of its weight, by its source.
 
-    Told by its source: `x.to(self.proj.weight.dtype)` would cut activations down to integers. Code that looks first
-    whether the type is an integer's does no harm.
+    `x.to(self.proj.weight.dtype)` would truncate activations to integers. Code that first checks for an integer type
+    is safe.
     """
     kind: Any = type(around)
     asked = rf"\bself\.{re.escape(name)}\.weight\.dtype\b"
@@ -49,16 +49,16 @@ def taken_apart(model: nn.Module) -> set[str]:
 
 @dataclass(frozen=True)
 class _Use:
-    """A place in the code of a module that computes with the weight of another one."""
+    """A place in the code of a module that computes with the weight of another module."""
 
-    #: What is below the name of the module that has the code: a pattern.
+    #: A pattern for the other module's name, relative to the module that has the code.
     path: str
     conditions: Conditions
     #: The arguments of the function that are None unless given.
     absent: tuple[str, ...]
 
     def happens(self, module: nn.Module) -> bool:
-        """Whether inference can get there: conditions about the module's own settings are looked up."""
+        """Whether inference can reach it: conditions on the module's own settings are evaluated."""
         names = {"self": _Inference(module), **dict.fromkeys(self.absent)}
         return all(_value(condition, names) is not (not expected) for condition, expected in self.conditions)
 
@@ -76,7 +76,7 @@ class _Inference:
 
 
 def _value(condition: ast.expr, names: dict[str, Any]) -> bool | None:
-    """Whether it is true; None where it asks for more than `names`."""
+    """Whether the condition is true; None where it reads more than `names`."""
     if isinstance(condition, ast.BoolOp):
         values = [_value(part, names) for part in condition.values]
         decides = isinstance(condition.op, ast.Or)
@@ -87,13 +87,13 @@ def _value(condition: ast.expr, names: dict[str, Any]) -> bool | None:
         return None
     try:
         return bool(eval(compile(ast.Expression(condition), "<condition>", "eval"), {"__builtins__": {}}, names))
-    except Exception:  # what it asks for is not set, or a tensor without values
+    except Exception:  # an attribute that is not set, or a tensor without values
         return None
 
 
 @cache
 def _uses(kind: type) -> tuple[_Use, ...]:
-    """What the functions of a class do, but for those that initialize."""
+    """The uses in all functions of a class, except those that initialize."""
     found = []
     for function in map(_parsed, _functions(kind)):
         if function is not None and "init" not in function.name:
@@ -119,7 +119,7 @@ def _absent(function: ast.FunctionDef) -> tuple[str, ...]:
 
 
 def _weights(node: ast.AST, conditions: Conditions) -> Iterator[tuple[ast.expr, Conditions]]:
-    """Every `<module>.weight` below a node that is not only looked at, as the module, with the conditions around it."""
+    """The module of every `<module>.weight` below a node that code computes with, and the conditions around it."""
     if isinstance(node, ast.Attribute) and node.attr == "weight" and isinstance(node.ctx, ast.Load):
         yield node.value, conditions
     if isinstance(node, ast.Attribute) and node.attr in ASKED and isinstance(node.value, ast.Attribute):
@@ -136,7 +136,7 @@ def _weights(node: ast.AST, conditions: Conditions) -> Iterator[tuple[ast.expr, 
 
 
 def _below(node: ast.expr) -> str:
-    """The pattern of names of `self.a.b[0]`, or of `local.a.b`, which is somewhere below; empty where it is unknown."""
+    """A pattern for the names of `self.a.b[0]`, or of `local.a.b` anywhere below; empty where it is unknown."""
     path: list[str] = []
     while isinstance(node, (ast.Attribute, ast.Subscript)):
         if isinstance(node, ast.Attribute):
@@ -151,7 +151,7 @@ def _below(node: ast.expr) -> str:
 
 @cache
 def _functions(kind: type) -> tuple[str, ...]:
-    """The source of a model's module, function by function; nothing where it is none of transformers' models."""
+    """The source of each function of a module of transformers' models; nothing for other classes."""
     found = []
     for owner in kind.__mro__:
         if owner.__module__.startswith("transformers.models."):
@@ -171,8 +171,8 @@ def _source(function: Any) -> str:
 def needs_float_weights(model: nn.Module, packed: Iterable[str]) -> bool:
     """Whether transformers fails on `packed` Linears, which compressed-tensors leaves without a float weight.
 
-    After loading it initializes what no file holds, and the code of some models asks every Linear for its weight then.
-    This is that step, with everything marked as loaded; `model`, on the meta device, is of no use afterwards.
+    After loading, transformers initializes what no file holds, and the code of some models then reads the weight of
+    every Linear. This runs that step with everything marked as loaded. `model`, on the meta device, is spoilt by it.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor._is_hf_initialized = True  # type: ignore[attr-defined]

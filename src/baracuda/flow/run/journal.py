@@ -1,4 +1,4 @@
-"""What a run has finished, kept beside its output until the end, so that a killed run goes on where it was."""
+"""The journal: what a run has finished, kept beside its output until the end, so that a killed run can resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Journal:
         self._made_out = False
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
-        """Start, or go on with the same run. Anything else in the directory is somebody else's."""
+        """Start, or resume the same run. Raise where the directory holds anything else."""
         if self.out.exists() and not self.out.is_dir():
             raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
         if not self.folder.exists():
@@ -65,7 +65,7 @@ class Journal:
             raise FlowError(f"{self.out} is not empty: choose another output directory, or remove it")
 
     def _hold(self) -> None:
-        """Keep other runs out until `release`: a job can be started again while the first one only hangs."""
+        """Keep other runs out until `release`: a job may be started again while the first one hangs."""
         import fcntl  # not on every system
 
         path = self.folder / LOCK
@@ -93,7 +93,7 @@ class Journal:
         file.flush()
 
     def release(self) -> None:
-        """Let other runs in. What is unfinished stays."""
+        """Let other runs in. Unfinished files stay."""
         if self._held is not None:
             self._held.close()
             self._held = None
@@ -129,7 +129,7 @@ class Journal:
         self.publish(temporary, final)
 
     def copy(self, source: Path, final: Path) -> None:
-        """In blocks: what comes along with a model can be as large as its weights."""
+        """Copy in blocks: a file beside a model can be as large as its weights."""
         temporary = self.temporary(final.name)
         shutil.copyfile(source, temporary)
         with temporary.open("rb") as file:
@@ -149,7 +149,7 @@ class Journal:
         return (self.out / shard).exists() and self.statistics(shard, version).exists()
 
     def discard(self) -> None:
-        """Leave no trace of a run that has finished nothing. What fails here matters less than what ended the run."""
+        """Remove a run that has finished nothing. An error here must not hide the one that ended the run."""
         with suppress(OSError):
             if not any(path.name != JOURNAL for path in self.out.iterdir()):
                 shutil.rmtree(self.folder)
@@ -157,7 +157,7 @@ class Journal:
                     self.out.rmdir()
 
     def end(self) -> None:
-        """Everything is in place. The fingerprint goes last: until then the run can be resumed."""
+        """End the run. The fingerprint is removed last: until then the run can be resumed."""
         for path in sorted(self.folder.iterdir()):
             if path.name not in ("run.json", LOCK):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -165,14 +165,14 @@ class Journal:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove the folder of a run that has ended; one that was killed in its last step leaves it, with its lock."""
+        """Remove the folder of a run that has ended; a run that was killed in its last step leaves it there."""
         if self.folder.exists():
             (self.folder / LOCK).unlink(missing_ok=True)
             self.folder.rmdir()
             sync_directory(self.out)
 
 
-#: What the parts of a fingerprint are called, but for the options, which have names of their own.
+#: What the parts of a fingerprint are called in messages. Options are called by their own names.
 _PARTS = {
     "baracuda": "the version of baracuda",
     "source": "the model",
@@ -184,7 +184,7 @@ _PARTS = {
 
 
 def differences(before: Any, run: dict[str, Any]) -> str:
-    """What of `run` is not as it was before, in words; options one by one, with both values."""
+    """How `run` differs from the run before, in words; options one by one, with both values."""
     before = before if isinstance(before, dict) else {}
     changed = [key for key in run if before.get(key) != run[key]]
     named = list(dict.fromkeys(_PARTS[key] for key in changed if key in _PARTS))

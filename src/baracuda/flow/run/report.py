@@ -98,7 +98,7 @@ def natural(name: str) -> list[tuple[int, str]]:
 
 
 def finite(content: Any) -> Any:
-    """The same with None for every number that JSON has no word for: a perplexity can be infinite."""
+    """Replace numbers that JSON cannot represent by None: a perplexity can be infinite."""
     if isinstance(content, dict):
         return {key: finite(value) for key, value in content.items()}
     if isinstance(content, list):

@@ -1,4 +1,4 @@
-"""One shard, block by block: workers read and quantize, the caller writes, so that disk and cores both work."""
+"""One shard, block by block: worker threads read and quantize, the caller writes, so that disk and cores both work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .changes import Changes
 BLOCK_BYTES = 8 << 20
 #: Rows whose error is measured in a block; all of a small weight, every n-th of a large one.
 MEASURED_ROWS = 16
-#: More workers than this only wait for the thread that writes, and each holds a few blocks.
+#: More workers than this would wait for the thread that writes, and each holds a few blocks.
 MOST_WORKERS = 16
 
 
@@ -145,14 +145,14 @@ class ShardJob:
             raise
 
     def _write(self, converted: Converted) -> None:
-        """By one thread: file systems let one write to a file at a time, and the others would spin for their turn."""
+        """Called by one thread: file systems admit one writer to a file, and others would spin for their turn."""
         for name, offset, data in converted.outputs:
             self.writer.write(name, offset, data)
         if converted.buffer is not None:
             self._buffers.give_back(converted.buffer)
 
     def _work(self, block: Block) -> Converted:
-        """A block from the disk through one thread, while it is in the cache of one core."""
+        """Read and quantize one block in one thread, so that it stays in the cache of one core."""
         name = block.entry.name
         if name in self.changes.replaced:
             whole = self.changes.replaced[name].to(block.entry.dtype).view(-1).view(torch.uint8)

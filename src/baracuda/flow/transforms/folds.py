@@ -1,4 +1,4 @@
-"""The folds a trace proves: which norm or linear can take the smoothing of which linears, and why others cannot."""
+"""Folds that a trace proves: which norm or linear can divide the input of which linears, and why others cannot."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Smoothing:
     alphas: dict[str, float | None] = field(default_factory=dict)
 
     def add(self, fold: Fold, strength: Tensor, parameters: dict[str, Tensor], alpha: float | None) -> None:
-        """Take up one fold; `strength` has a divisor for each channel of the producer."""
+        """Add one fold; `strength` has a divisor for each channel of the producer."""
         strength = strength.clone()
         strength[list(fold.fixed)] = 1.0
         producer = fold.producer
@@ -46,11 +46,11 @@ class Smoothing:
             self.alphas[absorber.parameter] = alpha
 
     def _fold_norm(self, producer: Producer, strength: Tensor, parameters: dict[str, Tensor]) -> Tensor:
-        """Divide a norm's gain. What the stored type makes of the quotient decides the divisor that counts.
+        """Divide a norm's gain, and return the divisors that the weights must absorb.
 
-        The gain is rounded to the checkpoint's type first; the weights then absorb old gain / new gain, exactly the
-        division that happened, so that rounding a norm to bf16 costs nothing. Nothing can absorb the rounding of the
-        bias: it is rounded when it is written, so that the gate sees the division alone.
+        The gain is rounded to the checkpoint's type first. The weights then absorb old gain / new gain, the division
+        that really happened, so that rounding a norm to bf16 costs nothing. Nothing can absorb the rounding of the
+        bias. It is rounded when it is written, so that the gate measures the division alone.
         """
         weight = parameters[producer.parameter].cpu()
         gain = producer.offset + weight.float()

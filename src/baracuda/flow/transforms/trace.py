@@ -1,4 +1,4 @@
-"""Who feeds whom: every torch call of one small forward pass, with the tensors it read and made."""
+"""A trace of one small forward pass: every torch call, with the tensors it read and made."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Call:
 
 
 class Trace(TorchFunctionMode):
-    """Records calls while active. Every tensor met is kept alive, so that identities and storages stay unique."""
+    """Records calls while active. Every tensor is kept alive, so that no identity or storage is used twice."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Trace(TorchFunctionMode):
         inputs = [self.value(t) for t in tensors_in((args, kwargs))]
         result = func(*args, **kwargs)
         made = list(tensors_in(result))
-        if not made and (not inputs or _tells_no_data(short_name(func))):
+        if not made and (not inputs or _reads_metadata_only(short_name(func))):
             return result
         call = Call(len(self.calls), short_name(func), func, args, kwargs, self._stack[-1], inputs)
         written = self._written(call, made)
@@ -94,8 +94,8 @@ class Trace(TorchFunctionMode):
         self._stack.pop()
 
 
-def _tells_no_data(name: str) -> bool:
-    """Shapes and types are known without the data. Whatever else makes no tensor has read one, or written to one."""
+def _reads_metadata_only(name: str) -> bool:
+    """Whether a call reads only shapes or types. Any other call that returns no tensor has read or written data."""
     return name.endswith("__get__") or name in _METADATA
 
 
