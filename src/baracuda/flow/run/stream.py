@@ -37,7 +37,7 @@ class Block:
 
 
 @dataclass
-class Measure:
+class WeightError:
     """The error of a quantized weight, summed over the rows that were measured."""
 
     signal: float = 0.0
@@ -48,12 +48,12 @@ class Measure:
     method: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, weight: Tensor, stored: Tensor, method: Mapping[str, float]) -> Measure:
+    def of(cls, weight: Tensor, stored: Tensor, method: Mapping[str, float]) -> WeightError:
         error = weight.float() - stored
         signal, noise = (float(x.double().square().sum()) for x in (weight, error))
         return cls(signal, noise, float(error.abs().max()), weight.shape[0], dict(method))
 
-    def add(self, other: Measure) -> None:
+    def add(self, other: WeightError) -> None:
         self.signal += other.signal
         self.noise += other.noise
         self.max_error = max(self.max_error, other.max_error)
@@ -67,7 +67,7 @@ class Converted:
     """What to write where, as (tensor, byte offset in it, data), and the error of what was quantized."""
 
     outputs: list[tuple[str, int, Tensor]]
-    measured: Measure | None = None
+    measured: WeightError | None = None
     #: The memory that `outputs` are views of, to be given back once they are written.
     buffer: Tensor | None = None
 
@@ -111,7 +111,7 @@ class ShardJob:
 
     def run(self, tensors: list[str]) -> dict[str, Any]:
         """Convert these tensors; returns the statistics of each quantized module."""
-        measures = {name: Measure() for name in tensors if name in self.linears}
+        errors = {name: WeightError() for name in tensors if name in self.linears}
         blocks = [block for name in tensors for block in self._blocks(self.source.entries[name])]
         threads = torch.get_num_threads()
         count = min(threads, MOST_WORKERS)
@@ -120,11 +120,11 @@ class ShardJob:
                 for block, converted in self._in_order(workers, blocks, 2 * count):
                     self._write(converted)
                     if converted.measured is not None:
-                        measures[block.entry.name].add(converted.measured)
+                        errors[block.entry.name].add(converted.measured)
                     self.progress(block.entry.name, block.end - block.start)
         finally:
             torch.set_num_threads(threads)
-        return {self.linears[name]: self._statistics(name, measure) for name, measure in measures.items()}
+        return {self.linears[name]: self._statistics(name, measure) for name, measure in errors.items()}
 
     def _in_order(
         self, workers: ThreadPoolExecutor, blocks: list[Block], limit: int
@@ -198,7 +198,7 @@ class ShardJob:
     def _storage(self, module: str) -> Storage:
         return Storage(self.choices[module].scheme)
 
-    def _statistics(self, name: str, measure: Measure) -> dict[str, Any]:
+    def _statistics(self, name: str, measure: WeightError) -> dict[str, Any]:
         entry, module = self.source.entries[name], self.linears[name]
         return {
             "shape": list(entry.shape),
@@ -212,8 +212,8 @@ class ShardJob:
         }
 
 
-def _measure(weight: Tensor, stored: dict[str, Tensor], storage: Storage, method: Mapping[str, float]) -> Measure:
+def _measure(weight: Tensor, stored: dict[str, Tensor], storage: Storage, method: Mapping[str, float]) -> WeightError:
     """The error of some of the rows."""
     step = max(1, weight.shape[0] // MEASURED_ROWS) if weight.numel() > 1 << 20 else 1
     rows = {part: value[::step].contiguous() for part, value in stored.items()}
-    return Measure.of(weight[::step].cpu(), storage.dequantize(rows), method)
+    return WeightError.of(weight[::step].cpu(), storage.dequantize(rows), method)
