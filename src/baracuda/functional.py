@@ -189,6 +189,7 @@ def quantized_linear(
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    weight_factor: Array | None = None,
     activation: Activation | str = Activation.NONE,
     residual: Array | None = None,
     out: Tensor | None = None,
@@ -197,16 +198,20 @@ def quantized_linear(
 
     The result has x's own type, as the residual must. `weight_element="s4"` says that `weight_q` holds packed pairs,
     `[N, K / 2]` bytes. `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the
-    weight. For dtype="u8" use mode="asymmetric", unless x has no negative values: a symmetric u8 makes them 0.
+    weight. `weight_factor`, uint8 `[N, K / size]`, multiplies each group of `size` s4 weights by an integer of 0 to 15.
+    For dtype="u8" use mode="asymmetric", unless x has no negative values: a symmetric u8 makes them 0.
     `scale_dtype` is what the scales of x are rounded to, `arithmetic` how x is divided by them.
     Differentiable in x, straight through its rounding, bias and residual.
     """
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     weight = weight_q.dtype if weight_element is None else weight_element
-    spec = dynamic_spec(x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation)
+    factor, group = _factors(weight_factor, shape)
+    spec = dynamic_spec(
+        x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation, group
+    )
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
-    inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape))
+    inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape), factor)
     return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, spec, inputs, out_shape, out)
 
 
@@ -221,23 +226,25 @@ def smoothquant_linear(
     dtype: Element = ElementKind.F32,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
+    weight_factor: Array | None = None,
     activation: Activation | str = Activation.NONE,
     residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized.
 
-    `act_zero_point` is that of x_q, which is subtracted before the product. `weight_element` and `weight_sum` are those
-    of `quantized_linear`.
+    `act_zero_point` is that of x_q, which is subtracted before the product. `weight_element`, `weight_sum` and
+    `weight_factor` are those of `quantized_linear`.
     """
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x_q, weight_q)
     symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
     weight = weight_q.dtype if weight_element is None else weight_element
-    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation)
+    factor, group = _factors(weight_factor, shape)
+    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation, group)
     qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
-    inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape))
+    inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape), factor)
     return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, spec, inputs, out_shape, out)
 
 
@@ -325,6 +332,18 @@ def _weights(
         None if bias is None else as_tensor(bias, "bias"),
         None if weight_sum is None else as_tensor(weight_sum, "weight_sum"),
     )
+
+
+def _factors(weight_factor: Array | None, shape: tuple[int, int, int]) -> tuple[Tensor | None, int]:
+    """The factors, and the size of the groups that their shape stands for."""
+    if weight_factor is None:
+        return None, 0
+    factor, (_, n, k) = as_tensor(weight_factor, "weight_factor"), shape
+    if factor.ndim != 2 or not factor.shape[1] or k % factor.shape[1]:
+        raise InvalidProblem(
+            f"weight_factor: expected shape [{n}, K / size], with a size that divides K = {k}, got {list(factor.shape)}"
+        )
+    return factor, k // factor.shape[1]
 
 
 def _residual(residual: Array | None, expected: Shape, shape: tuple[int, int, int]) -> Tensor | None:

@@ -29,7 +29,7 @@ def assert_matches_numpy(problem: Problem, operands: tuple[object, ...], outputs
             )
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=str)
+@pytest.mark.parametrize("case", [*cases.CASES, *cases.GROUP_CASES], ids=str)
 def test_the_reference_has_the_bits_of_the_numpy_formulas(case: cases.Case) -> None:
     assert_matches_numpy(case.problem, cases.operands(case), cases.run(case, BackendKind.REFERENCE))
 
@@ -57,7 +57,7 @@ def test_the_scratch_of_a_linear_receives_the_quantized_activations(
     weight_scale = torch.tensor([0.5, 0.01, 3.0], dtype=scale_element.dtype)
     act_q, act_scale = torch.full((m, k), 77, dtype=torch.int8), torch.full((m,), 77, dtype=scale_element.dtype)
     output = torch.full((m, n), 77, dtype=element.dtype)
-    operands = (x, weight, weight_scale, None, None, None, act_q, act_scale, output)
+    operands = (x, weight, weight_scale, None, None, None, None, act_q, act_scale, output)
     SelectedPlan(problem, torch.device("cpu"), PlanPreference(prefer_backend=BackendKind.REFERENCE)).launch(operands)
     outputs = {"act_q_scratch": act_q, "act_scale_scratch": act_scale, "output": output}
     assert_matches_numpy(problem, operands, outputs)

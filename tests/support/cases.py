@@ -164,7 +164,34 @@ def _epilogue_cases() -> Iterator[Case]:
         yield Case(problem, data, residual=residual)
 
 
+def _group_cases() -> Iterator[Case]:
+    """s4 weights whose groups have integer factors, 0 and those beyond four bits included."""
+    pick = random.Random(4).choice
+    for op, (shape, group), element, kind, mode in itertools.product(
+        (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR),
+        [
+            ((1, 1, 32), 32),
+            ((3, 5, 64), 32),
+            ((1, 64, 256), 128),
+            ((17, 33, 192), 64),
+            ((40, 20, 256), 256),
+            ((2, 9, 99), 33),
+        ],
+        FLOATS,
+        (ElementKind.S8, ElementKind.U8),
+        DynamicRangeMode,
+    ):
+        low = -127 if kind is ElementKind.S8 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
+        problem = Problem(
+            op, shape, element, kind, low, kind.q_max, mode=mode, scale_element=scale_elements(element)[0],
+            weight=ElementKind.S4, nonlinearity=pick([Activation.NONE, *Activation]), weight_group=group,
+        )  # fmt: skip
+        data, scale = pick(["ordinary", "ordinary", "poison"]), pick(["tensor", "number", "input_type"])
+        yield Case(problem, data, scale, residual=pick([False, True]))
+
+
 LINEAR_CASES = list(_linear_cases())
+GROUP_CASES = list(_group_cases())
 CASES: list[Case] = [
     *_elementwise_cases(LAYOUTS),
     *_dynamic_cases(LAYOUTS),
@@ -239,6 +266,8 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
     if name in ("zero_point", "act_zero_point"):
         return _zero_point(case, name, shape, generator)
     if name == "residual" and not case.residual:
+        return None
+    if name == "weight_factor" and not p.weight_group:
         return None
     if name in ("bias", "weight_sum"):
         # Where there is nothing to sum, the bias is all that an activation gets to see.

@@ -303,6 +303,8 @@ def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     math = math_type(p)
     _, n, k = p.shape
     weight = integers(operands["weight_q"], p.weight, (n, k))
+    if p.weight_group:
+        weight = weight * np.repeat(decode(operands["weight_factor"]).astype(np.int64) & 15, p.weight_group, axis=1)
     weight_scale = spread(operands["weight_scale"], (n,), PerChannel(0), math)
     results = {}
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:

@@ -15,7 +15,16 @@ from torch import Tensor
 from ..core.packing import pack_int4, unpack_int4
 from ..core.problem import Problem, activation_problem
 from ..core.scope import View
-from ..core.types import MAX_ZERO_POINT, SUM_LANES, SUM_STEPS, Arithmetic, BackendKind, DynamicRangeMode, QuantizeKind
+from ..core.types import (
+    MAX_FACTOR,
+    MAX_ZERO_POINT,
+    SUM_LANES,
+    SUM_STEPS,
+    Arithmetic,
+    BackendKind,
+    DynamicRangeMode,
+    QuantizeKind,
+)
 from .nonlinearity import activated
 from .registry import Kernel, Launch, Value
 
@@ -136,6 +145,18 @@ def stored_scale(scale: Tensor, all_zero: Tensor, p: Problem) -> Tensor:
     kind = p.scale_element
     floored = scale.to(kind.dtype).clamp(min=kind.smallest_scale)
     return canonical(floored.masked_fill(all_zero, 1.0))
+
+
+def integer_weight(p: Problem, weight_q: Value, factor: Value) -> Tensor:
+    """The integers a linear multiplies by: as stored, or an s4 group times its integer factor, which fits s8."""
+    weight = cast(Tensor, weight_q)
+    if p.weight.is_packed:
+        weight = unpack_int4(weight, p.weight, p.shape[2])
+    if not p.weight_group:
+        return weight
+    groups = weight.reshape(weight.shape[0], -1, p.weight_group)
+    factors = cast(Tensor, factor).view(torch.int8) & MAX_FACTOR
+    return (groups * factors[:, :, None]).reshape(weight.shape)
 
 
 def linear(acc: Tensor, scale_a: Tensor, scale_w: Tensor, bias: Tensor | None, math: torch.dtype) -> Tensor:
@@ -277,7 +298,7 @@ def _write_qparams(p: Problem, scale: Tensor, zero_point: Tensor, scale_out: Val
 
 
 def _quantized_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
-    x, weight_q, weight_scale, bias, _, residual, act_q_scratch, act_scale_scratch, output = operands
+    x, weight_q, weight_scale, bias, _, residual, factor, act_q_scratch, act_scale_scratch, output = operands
     activation = activation_problem(see.p)
     rows = _Seen(activation, see.device)
     scale, zero_point = choose_qparams(rows.float(x), activation)
@@ -288,15 +309,17 @@ def _quantized_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
         _write_qparams(activation, scale, zero_point, act_scale_scratch, None)
     m = see.p.shape[0]
     scale, zero_point = scale.view(m, 1), zero_point.view(m, 1)
-    _matmul(see, act_q.view(activation.shape), scale, zero_point, weight_q, weight_scale, bias, residual, output)
+    weight = integer_weight(see.p, weight_q, factor)
+    _matmul(see, act_q.view(activation.shape), scale, zero_point, weight, weight_scale, bias, residual, output)
 
 
 def _smoothquant_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
-    act_q, act_scale, act_zero_point, weight_q, weight_scale, bias, _, residual, output = operands
+    act_q, act_scale, act_zero_point, weight_q, weight_scale, bias, _, residual, factor, output = operands
     kind = see.p.quantized
     scale = as_tensor(act_scale, see.math, see.device)
     zero_point = as_tensor(act_zero_point, torch.int32, see.device).clamp(kind.q_min, kind.q_max)
-    _matmul(see, cast(Tensor, act_q), scale, zero_point, weight_q, weight_scale, bias, residual, output)
+    weight = integer_weight(see.p, weight_q, factor)
+    _matmul(see, cast(Tensor, act_q), scale, zero_point, weight, weight_scale, bias, residual, output)
 
 
 def _matmul(
@@ -304,16 +327,13 @@ def _matmul(
     act_q: Tensor,
     scale_a: Tensor,
     zero_point: Tensor,
-    weight_q: Value,
+    weight: Tensor,
     weight_scale: Value,
     bias: Value,
     residual: Value,
     output: Value,
 ) -> None:
     """The integer sums are exact in f64: below 2**53 for every K that fits in memory, and it runs on every device."""
-    weight = cast(Tensor, weight_q)
-    if see.p.weight.is_packed:
-        weight = unpack_int4(weight, see.p.weight, see.p.shape[2])
     centred = (act_q.to(torch.int32) - zero_point).to(torch.float64)
     acc = centred @ weight.to(torch.float64).T + 0.0  # integers have no zero that is negative
     scale_w = as_tensor(weight_scale, see.math, see.device)

@@ -130,6 +130,10 @@ def _n(p: Problem) -> Shape:
     return p.shape[1:2]
 
 
+def _n_groups(p: Problem) -> Shape:
+    return (p.shape[1], p.shape[2] // p.weight_group if p.weight_group else 0)
+
+
 #: Between these a number rounds to a finite, non-zero value of the math type.
 _SCALE_LIMITS = {ElementKind.F32: (2.0**-150, 2.0**128 - 2.0**103), ElementKind.F64: (0.0, float("inf"))}
 
@@ -161,6 +165,7 @@ _WEIGHTS = (
     Operand("bias", _static_scale, _n, optional=True),
     Operand("weight_sum", _int32, _n, optional=True),
     Operand("residual", _float, _m_n, optional=True),
+    Operand("weight_factor", lambda p: (ElementKind.U8,), _n_groups, optional=True),
 )
 _LINEAR_OUT = Operand("output", _float, _m_n, output=True)
 
@@ -239,6 +244,8 @@ def needed(p: Problem, operand: Operand) -> bool:
     """Whether this problem cannot do without the operand."""
     if operand.name == "zero_point_out":
         return p.mode is DynamicRangeMode.ASYMMETRIC
+    if operand.name == "weight_factor":
+        return p.weight_group > 0
     return not operand.optional
 
 

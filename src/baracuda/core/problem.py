@@ -17,6 +17,7 @@ from .scope import PerTensor, PerToken, Scope, Shape, View, require_scope
 from .types import (
     FLOATS,
     INTEGERS,
+    MAX_FACTOR,
     Activation,
     Arithmetic,
     DynamicRangeMode,
@@ -28,6 +29,8 @@ from .types import (
 
 #: Sizes in bytes and bits, and a tile that reaches past the end, then fit 64-bit offsets.
 MAX_ELEMENTS = 2**58
+#: The smallest group of a linear's weight: the kernels decode this many elements at a time.
+MIN_WEIGHT_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Spec:
     weight: ElementKind = ElementKind.S8
     #: What a linear does to its sums after the bias.
     nonlinearity: Activation = Activation.NONE
+    #: How many elements of an s4 weight's row share one integer factor; 0 where a row has one scale alone.
+    weight_group: int = 0
 
     def __post_init__(self) -> None:
         """Exact types: 1.0 and True equal 1, so a cache would take one for the other."""
@@ -117,6 +122,7 @@ class Problem(Spec, _Work):
         self._require_elements()
         self._require_sizes()
         self._require_range()
+        self._require_weight_group()
         self.scope.view(self.shape)
         if OPS[self.op].dynamic:
             self._require_dynamic()
@@ -170,6 +176,18 @@ class Problem(Spec, _Work):
                 f"got [{low}, {high}]; narrow the range or choose a wider element"
             )
 
+    def _require_weight_group(self) -> None:
+        size = self.weight_group
+        if size == 0:
+            return
+        if OPS[self.op].category is not OpCategory.GEMM or self.weight is not ElementKind.S4:
+            raise InvalidProblem(f"weight_group: expected 0 but for a linear with an s4 weight, got {size}")
+        if size < MIN_WEIGHT_GROUP or self.shape[2] % size:
+            raise InvalidProblem(
+                f"weight_group: expected a divisor of K = {self.shape[2]} that is at least {MIN_WEIGHT_GROUP}, "
+                f"got {size}"
+            )
+
     def _require_dynamic(self) -> None:
         if self.mode is DynamicRangeMode.SYMMETRIC and self.q_max <= 0:
             raise InvalidProblem(
@@ -195,7 +213,7 @@ class Problem(Spec, _Work):
     def accumulator_limit(self) -> int:
         """The largest K whose sum of products always fits int32, the zero point's correction included."""
         activation = 255 if self.mode is DynamicRangeMode.ASYMMETRIC else max(-self.q_min, self.q_max)
-        return (2**31 - 1) // (activation * -self.weight.q_min)
+        return (2**31 - 1) // (activation * -self.weight.q_min * (MAX_FACTOR if self.weight_group else 1))
 
 
 def scale_elements(element: ElementKind) -> tuple[ElementKind, ...]:

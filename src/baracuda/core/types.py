@@ -28,6 +28,9 @@ __all__ = [
 #: The largest magnitude of a zero point: `q - zero_point` stays an exact f32 integer for every 8-bit q.
 MAX_ZERO_POINT = 2**24 - 256
 
+#: The largest integer factor of a group: times any s4 value it still is an s8 value.
+MAX_FACTOR = 15
+
 #: How sums of floats are cut: so many lanes, each adding up so many values of a block.
 SUM_LANES, SUM_STEPS = 1024, 8
 

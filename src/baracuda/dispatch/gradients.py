@@ -15,7 +15,7 @@ from torch import Tensor
 from ..backends.registry import Value
 from ..core.errors import Unsupported
 from ..core.problem import Spec
-from ..core.scope import PerChannel, Scope, Shape
+from ..core.scope import PerChannel, PerGroup, Scope, Shape
 from ..core.types import Activation, QuantizeKind
 from ..plans.plan import SelectedPlan
 from .eager import cached_plan, route, transform_level
@@ -217,14 +217,24 @@ def _linear(call: OpCall, inputs: dict[str, Any], wanted: set[str], dy: Tensor) 
     if wanted & {"activation", "bias"}:
         dy = _before_nonlinearity(call, inputs, dy)
     if "activation" in wanted:
-        kind, shape = call.spec.weight, (dy.shape[1], inputs["activation"].shape[1])
-        spec = static_spec(call.spec.element, PerChannel(0), kind)
-        operands, size = (inputs["weight_q"], inputs["weight_scale"], None), shape[1] if kind.is_packed else None
-        (weight,) = compute(QuantizeKind.DEQUANTIZE, operands, shape, spec, size)
-        found["activation"] = dy @ weight
+        found["activation"] = dy @ _float_weight(call, inputs, (dy.shape[1], inputs["activation"].shape[1]))
     if "bias" in wanted:
         found["bias"] = dy.sum(dim=0).to(inputs["bias"].dtype)
     return found
+
+
+def _float_weight(call: OpCall, inputs: dict[str, Any], shape: Shape) -> Tensor:
+    """The weight that a linear's integers stand for."""
+    kind, group, scale = call.spec.weight, call.spec.weight_group, inputs["weight_scale"]
+    scope: Scope = PerChannel(0)
+    if group:
+        # Exact in f32 up to the one rounding of the product, which the scale of an expanded weight does not have.
+        scale = (
+            scale[:, None] * inputs["weight_factor"] if isinstance(scale, Tensor) else scale * inputs["weight_factor"]
+        )
+        scope = PerGroup(group)
+    spec, size = static_spec(call.spec.element, scope, kind), shape[1] if kind.is_packed else None
+    return compute(QuantizeKind.DEQUANTIZE, (inputs["weight_q"], scale, None), shape, spec, size)[0]
 
 
 #: dy times the slope of the nonlinearity at y.

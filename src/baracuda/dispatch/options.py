@@ -60,6 +60,7 @@ def dynamic_spec(
     arithmetic: Arithmetic | str,
     weight: Element = ElementKind.S8,
     activation: Activation | str = Activation.NONE,
+    weight_group: int = 0,
 ) -> Spec:
     """The spec of an op that finds its scales."""
     element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
@@ -77,12 +78,18 @@ def dynamic_spec(
         include_zero=include_zero,
         weight=ElementKind.of(weight, "weight_element"),
         nonlinearity=member(Activation, activation, "activation"),
+        weight_group=weight_group,
     )
 
 
 @remembered
 def static_linear_spec(
-    x_q: torch.dtype, dtype: Element, symmetric: bool, weight: Element, activation: Activation | str
+    x_q: torch.dtype,
+    dtype: Element,
+    symmetric: bool,
+    weight: Element,
+    activation: Activation | str,
+    weight_group: int = 0,
 ) -> Spec:
     """The spec of a linear whose activations are quantized already."""
     kind = ElementKind.of_tensor(x_q, "x_q")
@@ -96,4 +103,5 @@ def static_linear_spec(
         mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
         weight=weight,
         nonlinearity=member(Activation, activation, "activation"),
+        weight_group=weight_group,
     )

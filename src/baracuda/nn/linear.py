@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from ..core.arrays import as_tensor
 from ..core.errors import InvalidProblem, Unsupported
 from ..core.optable import Numbers, activation_zero_point_numbers, packed_shape, scale_numbers
 from ..core.problem import Problem, dynamic_range
-from ..core.scope import PerChannel
+from ..core.scope import PerChannel, PerGroup, Scope
 from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
 from ..functional import (
     dequantize,
@@ -32,15 +32,17 @@ from .row_sums import RowSums
 class IntegerLinear(nn.Module):
     """What the quantized linears share: `weight`, `weight_scale` and `bias`, how they load, move and are made.
 
-    `weight` holds s8 `[N, K]`, or s4 packed `[N, ceil(K/2)]` bytes; `weight_scale` is f32 `[N, 1]`. Both are buffers:
-    nothing trains them. Scales follow the module to a device but never to another dtype, since an f16 scale can
-    underflow; `bias` is an ordinary parameter and does both.
+    `weight` holds s8 `[N, K]`, or s4 packed `[N, ceil(K/2)]` bytes; `weight_scale` is f32 `[N, 1]`. An s4 weight in
+    groups of `weight_group` elements has `weight_factor` too, uint8 `[N, K / weight_group]`: integers of 0 to 15 that
+    the groups are multiplied by. All three are buffers: nothing trains them. Scales follow the module to a device but
+    never to another dtype, since an f16 scale can underflow; `bias` is an ordinary parameter and does both.
     """
 
     #: The buffers that keep their type under `.to(dtype)`, `.half()` and the like.
     _scales: ClassVar[tuple[str, ...]] = ("weight_scale",)
     weight: Tensor
     weight_scale: Tensor
+    weight_factor: Tensor | None
     bias: nn.Parameter | None
 
     def __init__(
@@ -50,6 +52,7 @@ class IntegerLinear(nn.Module):
         bias: bool = True,
         *,
         weight_element: Element = ElementKind.S8,
+        weight_group: int = 0,
         mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
         activation: Element = ElementKind.S8,
         q_min: int | None = None,
@@ -59,13 +62,18 @@ class IntegerLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.weight_element = ElementKind.of(weight_element, "weight_element")
+        self.weight_element, self.weight_group = ElementKind.of(weight_element, "weight_element"), weight_group
         self.mode, self.activation = member(DynamicRangeMode, mode, "mode"), ElementKind.of(activation, "activation")
         self.q_min, self.q_max = self._range(q_min, q_max)
-        require_computable(self.weight_element, self.activation, self.mode, self.q_min, self.q_max)
+        require_computable(
+            self.weight_element, self.activation, self.mode, self.q_min, self.q_max, weight_group, in_features
+        )
         stored = packed_shape((out_features, in_features), self.weight_element)
         self.register_buffer("weight", torch.zeros(stored, dtype=self.weight_element.dtype, device=device))
         self.register_buffer("weight_scale", torch.ones(out_features, 1, dtype=torch.float32, device=device))
+        groups = (out_features, in_features // weight_group) if weight_group else None
+        ones = None if groups is None else torch.ones(groups, dtype=torch.uint8, device=device)
+        self.register_buffer("weight_factor", ones)
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         self._row_sums = RowSums()
@@ -86,26 +94,46 @@ class IntegerLinear(nn.Module):
     ) -> Self:
         """Fill from a float linear: with its weight as `quantized`, or else rounded to nearest."""
         weight, format = linear.weight.detach(), WeightFormat(self.weight_element)
+        if quantized is None and self.weight_group:
+            raise InvalidProblem(
+                f"weight_group={self.weight_group}: expected the weight as a method has quantized it; "
+                "quantize_model(model, 'w4a8') does that"
+            )
         if quantized is None and weight_scale is None:
             quantized = rtn.quantize(weight, format)
         elif quantized is None and weight_scale is not None:
             quantized = round_with(weight, weight_scale.detach().reshape(-1).to(torch.float32), format)
         assert quantized is not None
+        self._require_factors(quantized)
         self.weight, self.weight_scale = quantized.q, quantized.scale.view(-1, 1)
+        self.weight_factor = None if quantized.factors is None else quantized.factors.to(torch.uint8)
         if linear.bias is not None:
             self.bias = nn.Parameter(linear.bias.detach().clone(), linear.bias.requires_grad)
         return self.train(linear.training)
+
+    def _require_factors(self, quantized: QuantizedWeight) -> None:
+        expected, came = self.weight_factor, quantized.factors
+        sizes = [None if factors is None else list(factors.shape) for factors in (expected, came)]
+        if sizes[0] != sizes[1]:
+            raise InvalidProblem(
+                f"weight_group={self.weight_group}: expected integer factors of shape {sizes[0]}, got {sizes[1]}"
+            )
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The float weight these integers stand for."""
         kind = self.weight_element
         size = self.in_features if kind.is_packed else None
-        return dequantize(self.weight, self.weight_scale, scope=PerChannel(0), element=kind, dtype=dtype, size=size)
+        scale, scope = self.weight_scale, cast(Scope, PerChannel(0))
+        if self.weight_factor is not None:
+            scale, scope = scale * self.weight_factor, PerGroup(self.weight_group)
+        return dequantize(self.weight, scale, scope=scope, element=kind, dtype=dtype, size=size)
 
     def _weight_sum(self) -> Tensor | None:
         """The weight's row sums, which activations with a zero point, or unsigned ones, need."""
         if self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8:
             return None
+        if self.weight_factor is not None:
+            return None  # the kernels add up the expanded weight
         return self._row_sums(self.weight, self.weight_element, self.in_features)
 
     def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
@@ -146,7 +174,8 @@ class IntegerLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        kinds = f"weight={self.weight_element.value}, activation={self.activation.value}[{self.q_min}, {self.q_max}]"
+        groups = f" in groups of {self.weight_group}" if self.weight_group else ""
+        kinds = f"weight={self.weight_element.value}{groups}, activation={self.activation.value}[{self.q_min}, {self.q_max}]"
         return f"{sizes}, {kinds}, mode={self.mode.value}"
 
 
@@ -191,6 +220,7 @@ class QuantizedLinear(IntegerLinear):
             dtype=self.activation,
             weight_element=self.weight_element,
             weight_sum=self._weight_sum(),
+            weight_factor=self.weight_factor,
             q_min=self.q_min,
             q_max=self.q_max,
         )
@@ -267,6 +297,7 @@ class SmoothQuantLinear(IntegerLinear):
             dtype=dtype,
             weight_element=self.weight_element,
             weight_sum=self._weight_sum(),
+            weight_factor=self.weight_factor,
         )
         return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
 
@@ -295,11 +326,18 @@ def require_linear(module: nn.Module) -> None:
 
 
 def require_computable(
-    weight: ElementKind, activation: ElementKind, mode: DynamicRangeMode, q_min: int, q_max: int
+    weight: ElementKind,
+    activation: ElementKind,
+    mode: DynamicRangeMode,
+    q_min: int,
+    q_max: int,
+    weight_group: int = 0,
+    k: int = 1,
 ) -> None:
-    """Raise unless a quantized linear takes these types and this range."""
+    """Raise unless a quantized linear takes these types, this range and these groups."""
     Problem(
-        QuantizeKind.QUANTIZED_LINEAR, (1, 1, 1), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight
+        QuantizeKind.QUANTIZED_LINEAR, (1, 1, k), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight,
+        weight_group=weight_group,
     )  # fmt: skip
 
 

@@ -212,6 +212,7 @@ class QuantizedLinearDescriptor:
     scale_element: Element | None = None
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE
     activation: Activation | str = Activation.NONE
+    weight_group: int = 0
 
     def problem(self, op: QuantizeKind) -> Problem:
         element = ElementKind.of(self.activation_element, "activation_element")
@@ -227,6 +228,7 @@ class QuantizedLinearDescriptor:
             scale_element=stored_scale_element(self.scale_element, element),
             weight=ElementKind.of(self.weight_element, "weight_element"),
             nonlinearity=member(Activation, self.activation, "activation"),
+            weight_group=self.weight_group,
         )
 
 
@@ -247,6 +249,7 @@ class SmoothQuantLinearDescriptor:
     act_zero_point: int = 0
     activation: Activation | str = Activation.NONE
     arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    weight_group: int = 0
 
     def problem(self, op: QuantizeKind) -> Problem:
         member(Arithmetic, self.arithmetic, "arithmetic")
@@ -261,6 +264,7 @@ class SmoothQuantLinearDescriptor:
             mode=DynamicRangeMode.SYMMETRIC if self.act_zero_point == 0 else DynamicRangeMode.ASYMMETRIC,
             weight=ElementKind.of(self.weight_element, "weight_element"),
             nonlinearity=member(Activation, self.activation, "activation"),
+            weight_group=self.weight_group,
         )
         scale_numbers(problem).require("act_scale", self.act_scale)
         activation_zero_point_numbers(problem).require("act_zero_point", self.act_zero_point)
@@ -315,6 +319,7 @@ class QuantizedLinearArgs:
     act_q_scratch: Tensor | None = None
     act_scale_scratch: Tensor | None = None
     residual: Tensor | None = None
+    weight_factor: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -328,3 +333,4 @@ class SmoothQuantLinearArgs:
     bias: Tensor | None = None
     weight_sum: Tensor | None = None
     residual: Tensor | None = None
+    weight_factor: Tensor | None = None

@@ -90,7 +90,7 @@ class Bound:
             self._static(operands, workspace)
 
     def _dynamic(self, operands: tuple[Value, ...], workspace: Tensor) -> None:
-        x, weight, weight_scale, bias, weight_sum, residual, act_q, act_scale, out = operands
+        x, weight, weight_scale, bias, weight_sum, residual, _, act_q, act_scale, out = operands
         base, layout = workspace.data_ptr() if workspace is not None else 0, self.layout
         m, _, k = self.shape
         act = base + layout.act_q.start if act_q is None else _address(act_q)
@@ -109,7 +109,7 @@ class Bound:
         self._multiply(act, DENSE, cast("Tensor | None", stored), scales, weight, weight_sum, out, workspace)
 
     def _static(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        act_q, act_scale, act_zero_point, weight, weight_scale, bias, weight_sum, residual, out = operands
+        act_q, act_scale, act_zero_point, weight, weight_scale, bias, weight_sum, residual, _, out = operands
         act = cast(Tensor, act_q)
         kind = self.p.quantized
         zero_point = int(act_zero_point) if act_zero_point is not None else 0

@@ -34,6 +34,8 @@ def _declines(p: Problem, device: torch.device) -> str | None:
 
     if (reason := no_triton(p, device)) is not None:
         return reason
+    if p.weight_group:
+        return "takes no integer group factors"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
             choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
@@ -128,9 +130,9 @@ class Factors(NamedTuple):
 def _factors(p: Problem, rooms: Rooms) -> Factors:
     """The rows of the two linears in the GEMM's order; what the first one leaves to us is in the workspace."""
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
-        return Factors(*range(9))
-    q, scale = Either(6, rooms["q"]), Either(7, rooms["scale"])
-    return Factors(q, scale, rooms.get("zero_point"), 1, 2, 3, 4, 5, 8)
+        return Factors(0, 1, 2, 3, 4, 5, 6, 7, 9)
+    q, scale = Either(7, rooms["q"]), Either(8, rooms["scale"])
+    return Factors(q, scale, rooms.get("zero_point"), 1, 2, 3, 4, 5, 9)
 
 
 def _quantized_first(p: Problem, device: torch.device, rooms: Rooms, gemm: Launch) -> Launch:
@@ -225,7 +227,7 @@ def _bind_hopper(p: Problem, device: torch.device) -> Launch:
     fused = fused_gemm(p, device, factors, rooms, apart)
 
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        (fused if operands[6] is None else apart)(operands, workspace)  # act_q_scratch is a result where it is given
+        (fused if operands[7] is None else apart)(operands, workspace)  # act_q_scratch is a result where it is given
 
     return launch
 
