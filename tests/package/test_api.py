@@ -36,6 +36,7 @@ PLANS = [
     "QuantizePerTokenPlan",
     "QuantizedLinearPlan",
     "SmoothQuantLinearPlan",
+    "WeightOnlyLinearPlan",
 ]
 PUBLIC = [
     "Activation",
@@ -85,6 +86,7 @@ PUBLIC = [
     "quantized_linear",
     "smoothquant_linear",
     "unpack_int4",
+    "weight_only_linear",
 ]
 
 

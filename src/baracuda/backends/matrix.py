@@ -52,6 +52,8 @@ def cells(device: torch.device) -> Iterator[Cell]:
             scopes: tuple[Scope, ...] = (PerTensor(),)
             shape: tuple[int, ...] = (64, 64, 64)
             integers: tuple[ElementKind, ...] = (ElementKind.S8, ElementKind.U8)
+            if op is QuantizeKind.WEIGHT_ONLY_LINEAR:
+                integers = (ElementKind.S8,)  # its activations stay floats
         else:
             scopes, shape, integers = SCOPES, (64, 64), INTEGERS
         modes = tuple(DynamicRangeMode) if row.dynamic else (DynamicRangeMode.SYMMETRIC,)

@@ -322,6 +322,23 @@ def _smoothquant_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
     _matmul(see, cast(Tensor, act_q), scale, zero_point, weight, weight_scale, bias, residual, output)
 
 
+def _weight_only_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
+    """In f64, rounded once at the end; other backends come within the distance that their plans state."""
+    x, weight_q, weight_scale, weight_zero_point, bias, residual, output = operands
+    p = see.p
+    q = cast(Tensor, weight_q)
+    q = unpack_int4(q, p.weight, p.shape[2]) if p.weight.is_packed else q
+    groups = q.reshape(*cast(Tensor, weight_scale).shape, -1).to(torch.float64)
+    if weight_zero_point is not None:
+        groups = groups - cast(Tensor, weight_zero_point)[:, :, None]
+    weight = (groups * cast(Tensor, weight_scale).to(torch.float64)[:, :, None]).reshape(q.shape)
+    y = cast(Tensor, x).to(torch.float64) @ weight.T
+    y = y if bias is None else y + cast(Tensor, bias).to(torch.float64)
+    y = activated(y, p.nonlinearity)
+    y = y if residual is None else y + cast(Tensor, residual).to(torch.float64)
+    cast(Tensor, output).copy_(canonical(y.to(p.element.dtype)))
+
+
 def _matmul(
     see: _Seen,
     act_q: Tensor,
@@ -356,6 +373,7 @@ _BODIES: dict[QuantizeKind, Body] = {
     QuantizeKind.DYNAMIC_FAKE_QUANTIZE: _dynamic_fake_quantize,
     QuantizeKind.QUANTIZED_LINEAR: _quantized_linear,
     QuantizeKind.SMOOTHQUANT_LINEAR: _smoothquant_linear,
+    QuantizeKind.WEIGHT_ONLY_LINEAR: _weight_only_linear,
 }
 
 

@@ -40,10 +40,25 @@ Strides = Literal["any", "rows", "contiguous"]
 
 def contract(problem: Problem) -> PrecisionGuarantee:
     """What every kernel guarantees: one that cannot keep the numerical contract declines."""
-    f64 = problem.element is ElementKind.F64
-    return PrecisionGuarantee(
-        math_precision=MathPrecision.F64 if f64 else MathPrecision.F32, accumulator=_accumulator(problem)
-    )
+    precision = MathPrecision.F64 if problem.element is ElementKind.F64 else MathPrecision.F32
+    if problem.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
+        return PrecisionGuarantee(
+            precision,
+            problem.element.math,
+            matches_reference=False,
+            split_invariant=False,
+            relative_error=weight_only_error(problem),
+        )
+    return PrecisionGuarantee(precision, _accumulator(problem))
+
+
+def weight_only_error(problem: Problem) -> float:
+    """The bound of a float linear's sums: every product and every addition of K rounds at most once.
+
+    Tensor cores cut the products of one instruction to the largest of them, which counts as two roundings.
+    """
+    unit = 2.0**-53 if problem.element is ElementKind.F64 else 2.0**-24
+    return (2 * problem.shape[2] + 8) * unit
 
 
 def _accumulator(problem: Problem) -> ElementKind:
@@ -86,7 +101,7 @@ class Kernel:
             category=OPS[problem.op].category,
             op=problem.op,
             element=problem.element,
-            aux_element=problem.quantized,
+            aux_element=problem.weight if problem.op is QuantizeKind.WEIGHT_ONLY_LINEAR else problem.quantized,
             layout=str(problem.scope),
             epilogue=self.epilogue(problem, device),
             arch=self.arch(device),

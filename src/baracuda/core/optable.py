@@ -134,6 +134,10 @@ def _n_groups(p: Problem) -> Shape:
     return (p.shape[1], p.shape[2] // p.weight_group if p.weight_group else 0)
 
 
+def _n_segments(p: Problem) -> Shape:
+    return (p.shape[1], p.shape[2] // p.weight_group if p.weight_group else 1)
+
+
 #: Between these a number rounds to a finite, non-zero value of the math type.
 _SCALE_LIMITS = {ElementKind.F32: (2.0**-150, 2.0**128 - 2.0**103), ElementKind.F64: (0.0, float("inf"))}
 
@@ -166,6 +170,13 @@ _WEIGHTS = (
     Operand("weight_sum", _int32, _n, optional=True),
     Operand("residual", _float, _m_n, optional=True),
     Operand("weight_factor", lambda p: (ElementKind.U8,), _n_groups, optional=True),
+)
+_FLOAT_WEIGHTS = (
+    Operand("weight_q", lambda p: (p.weight,), _n_k),
+    Operand("weight_scale", _static_scale, _n_segments),
+    Operand("weight_zero_point", _int32, _n_segments, optional=True),
+    Operand("bias", _static_scale, _n, optional=True),
+    Operand("residual", _float, _m_n, optional=True),
 )
 _LINEAR_OUT = Operand("output", _float, _m_n, output=True)
 
@@ -237,6 +248,9 @@ OPS: dict[QuantizeKind, OpRow] = {
         ),
         category=OpCategory.GEMM,
     ),
+    QuantizeKind.WEIGHT_ONLY_LINEAR: OpRow(
+        (Operand("activation", _float, _m_k), *_FLOAT_WEIGHTS, _LINEAR_OUT), category=OpCategory.GEMM
+    ),
 }
 
 
@@ -251,6 +265,9 @@ def needed(p: Problem, operand: Operand) -> bool:
 
 def epilogue_formula(p: Problem) -> str:
     """What a linear makes of its exact integer sums, for `plan.sku()`; bias and residual where a call gives them."""
+    if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
+        scaled = "acc + bias"
+        return f"{scaled if p.nonlinearity is Activation.NONE else f'{p.nonlinearity.value}({scaled})'} + residual"
     sums = "(acc - zero_point * weight_sum)" if p.mode is DynamicRangeMode.ASYMMETRIC else "acc"
     scaled = f"({sums} * scale_a) * scale_w + bias"
     return f"{scaled if p.nonlinearity is Activation.NONE else f'{p.nonlinearity.value}({scaled})'} + residual"

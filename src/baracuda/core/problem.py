@@ -29,7 +29,7 @@ from .types import (
 
 #: Sizes in bytes and bits, and a tile that reaches past the end, then fit 64-bit offsets.
 MAX_ELEMENTS = 2**58
-#: The smallest group of a linear's weight: the kernels decode this many elements at a time.
+#: The smallest group with an integer factor: the kernels decode this many elements at a time.
 MIN_WEIGHT_GROUP = 32
 
 
@@ -160,7 +160,10 @@ class Problem(Spec, _Work):
         if row.category is OpCategory.GEMM:
             _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8), integers)
             remedy = "quantize it; bytes that hold pairs are weight_element='s4'"
-            _require_element("the weight", self.weight, (ElementKind.S8, ElementKind.S4), remedy)
+            kinds = (ElementKind.S8, ElementKind.S4)
+            if self.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
+                kinds = (ElementKind.S4, ElementKind.U4, ElementKind.S8)  # type: ignore[assignment]
+            _require_element("the weight", self.weight, kinds, remedy)
             return
         _require_element("the quantized tensor", self.quantized, INTEGERS, integers)
         if self.nonlinearity is not Activation.NONE:
@@ -180,12 +183,12 @@ class Problem(Spec, _Work):
         size = self.weight_group
         if size == 0:
             return
-        if OPS[self.op].category is not OpCategory.GEMM or self.weight is not ElementKind.S4:
+        least = 1 if self.op is QuantizeKind.WEIGHT_ONLY_LINEAR else MIN_WEIGHT_GROUP
+        if OPS[self.op].category is not OpCategory.GEMM or (least > 1 and self.weight is not ElementKind.S4):
             raise InvalidProblem(f"weight_group: expected 0 but for a linear with an s4 weight, got {size}")
-        if size < MIN_WEIGHT_GROUP or self.shape[2] % size:
+        if size < least or self.shape[2] % size:
             raise InvalidProblem(
-                f"weight_group: expected a divisor of K = {self.shape[2]} that is at least {MIN_WEIGHT_GROUP}, "
-                f"got {size}"
+                f"weight_group: expected a divisor of K = {self.shape[2]} that is at least {least}, got {size}"
             )
 
     def _require_dynamic(self) -> None:

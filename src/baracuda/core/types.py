@@ -154,6 +154,7 @@ class QuantizeKind(_Member):
     DYNAMIC_FAKE_QUANTIZE = "dynamic_fake_quantize"
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
+    WEIGHT_ONLY_LINEAR = "weight_only_linear"
 
 
 class BackendKind(_Member):
@@ -193,6 +194,10 @@ class PrecisionGuarantee:
 
     `accumulator` is what sums are held in; of a linear, the narrowest integer that none of its sums can leave, s64 for
     a long K. `matches_reference` says that the result has the bits of the reference backend, on any device.
+    `batch_invariant` says that a row's result does not depend on how many rows there are, on its place or on its
+    neighbours. `split_invariant` says that no split of a sum changes a bit. Where the result does not match the
+    reference, `relative_error` bounds its distance, as a share of the sum of the absolute products, before the one
+    rounding to the output's type.
     """
 
     math_precision: MathPrecision
@@ -200,6 +205,9 @@ class PrecisionGuarantee:
     bit_stable_on_same_hardware: bool = True
     deterministic: bool = True
     matches_reference: bool = True
+    batch_invariant: bool = True
+    split_invariant: bool = True
+    relative_error: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -227,14 +227,17 @@ def _float_weight(call: OpCall, inputs: dict[str, Any], shape: Shape) -> Tensor:
     """The weight that a linear's integers stand for."""
     kind, group, scale = call.spec.weight, call.spec.weight_group, inputs["weight_scale"]
     scope: Scope = PerChannel(0)
-    if group:
+    if call.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
+        scope = PerGroup(group or shape[1])
+    elif group:
         # Exact in f32 up to the one rounding of the product, which the scale of an expanded weight does not have.
         scale = (
             scale[:, None] * inputs["weight_factor"] if isinstance(scale, Tensor) else scale * inputs["weight_factor"]
         )
         scope = PerGroup(group)
     spec, size = static_spec(call.spec.element, scope, kind), shape[1] if kind.is_packed else None
-    return compute(QuantizeKind.DEQUANTIZE, (inputs["weight_q"], scale, None), shape, spec, size)[0]
+    zero_point = inputs.get("weight_zero_point")
+    return compute(QuantizeKind.DEQUANTIZE, (inputs["weight_q"], scale, zero_point), shape, spec, size)[0]
 
 
 #: dy times the slope of the nonlinearity at y.
@@ -271,6 +274,7 @@ FORMULAS: dict[QuantizeKind, Formula] = {
     QuantizeKind.DEQUANTIZE: _dequantize,
     QuantizeKind.QUANTIZED_LINEAR: _linear,
     QuantizeKind.SMOOTHQUANT_LINEAR: _linear,
+    QuantizeKind.WEIGHT_ONLY_LINEAR: _linear,
     QuantizeKind.QUANTIZE_BACKWARD: _backward,
     QuantizeKind.DEQUANTIZE_BACKWARD: _backward,
     QuantizeKind.FAKE_QUANTIZE_BACKWARD: _backward,

@@ -83,6 +83,21 @@ def dynamic_spec(
 
 
 @remembered
+def weight_only_spec(x: Element, weight: Element, activation: Activation | str, weight_group: int) -> Spec:
+    """The spec of a linear whose activations stay floats."""
+    return Spec(
+        ElementKind.of_tensor(x, "x"),
+        ElementKind.S8,
+        ElementKind.S8.q_min,
+        ElementKind.S8.q_max,
+        PerTensor(),
+        weight=ElementKind.of(weight, "weight_element"),
+        nonlinearity=member(Activation, activation, "activation"),
+        weight_group=weight_group,
+    )
+
+
+@remembered
 def static_linear_spec(
     x_q: torch.dtype,
     dtype: Element,

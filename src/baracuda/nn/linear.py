@@ -175,7 +175,8 @@ class IntegerLinear(nn.Module):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         groups = f" in groups of {self.weight_group}" if self.weight_group else ""
-        kinds = f"weight={self.weight_element.value}{groups}, activation={self.activation.value}[{self.q_min}, {self.q_max}]"
+        activations = f"{self.activation.value}[{self.q_min}, {self.q_max}]"
+        kinds = f"weight={self.weight_element.value}{groups}, activation={activations}"
         return f"{sizes}, {kinds}, mode={self.mode.value}"
 
 

@@ -22,6 +22,8 @@ from .descriptors import (
     QuantizePerTokenDescriptor,
     SmoothQuantLinearArgs,
     SmoothQuantLinearDescriptor,
+    WeightOnlyLinearArgs,
+    WeightOnlyLinearDescriptor,
 )
 from .plan import Plan
 
@@ -154,3 +156,9 @@ class SmoothQuantLinearPlan(Plan[SmoothQuantLinearDescriptor, SmoothQuantLinearA
     def operands(self, args: SmoothQuantLinearArgs) -> tuple[Value, ...]:
         activations, *rest = super().operands(args)
         return (activations, self.descriptor.act_scale, self.descriptor.act_zero_point, *rest)
+
+
+class WeightOnlyLinearPlan(Plan[WeightOnlyLinearDescriptor, WeightOnlyLinearArgs]):
+    """y = act(x @ dequantize(W).T + bias) + residual: integer weights, float activations and sums."""
+
+    op = QuantizeKind.WEIGHT_ONLY_LINEAR

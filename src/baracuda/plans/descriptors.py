@@ -271,6 +271,32 @@ class SmoothQuantLinearDescriptor:
         return problem
 
 
+@dataclass(frozen=True)
+class WeightOnlyLinearDescriptor:
+    """`activation_element` is the float type in and out; `weight_group` is 0 where a row has one scale."""
+
+    m: int
+    n: int
+    k: int
+    weight_group: int = 0
+    activation_element: Element = ElementKind.BF16
+    weight_element: Element = ElementKind.S4
+    activation: Activation | str = Activation.NONE
+
+    def problem(self, op: QuantizeKind) -> Problem:
+        return Problem(
+            op,
+            (self.m, self.n, self.k),
+            ElementKind.of(self.activation_element, "activation_element"),
+            ElementKind.S8,
+            ElementKind.S8.q_min,
+            ElementKind.S8.q_max,
+            weight=ElementKind.of(self.weight_element, "weight_element"),
+            nonlinearity=member(Activation, self.activation, "activation"),
+            weight_group=self.weight_group,
+        )
+
+
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
@@ -334,3 +360,16 @@ class SmoothQuantLinearArgs:
     weight_sum: Tensor | None = None
     residual: Tensor | None = None
     weight_factor: Tensor | None = None
+
+
+@dataclass(slots=True)
+class WeightOnlyLinearArgs:
+    """`weight_scale` and `weight_zero_point` are `[N, K / weight_group]`, or `[N, 1]` for one group a row."""
+
+    activation: Tensor
+    weight_q: Tensor
+    weight_scale: Tensor
+    output: Tensor
+    weight_zero_point: Tensor | None = None
+    bias: Tensor | None = None
+    residual: Tensor | None = None

@@ -1,23 +1,21 @@
-"""The functions most people call: tensors in, tensors out, a cached plan in between."""
+"""Quantize, dequantize and fake-quantize, by given scales or by those of the data."""
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .backends.registry import Value
-from .core.arrays import Array, as_tensor, segment_value, segment_values
-from .core.errors import InvalidProblem
-from .core.problem import Spec, fake_storage
-from .core.scope import PerTensor, PerToken, Scope, Shape
-from .core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind
-from .dispatch.eager import cached_plan, route, run
-from .dispatch.gradients import compute
-from .dispatch.operators import OPERATORS, unpacked_shape
-from .dispatch.options import dynamic_spec, static_linear_spec, static_spec
+from ..core.arrays import Array, as_tensor, segment_values
+from ..core.errors import InvalidProblem
+from ..core.problem import Spec, fake_storage
+from ..core.scope import PerTensor, PerToken, Scope, Shape
+from ..core.types import Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind
+from ..dispatch.eager import cached_plan, route, run
+from ..dispatch.gradients import compute
+from ..dispatch.operators import OPERATORS, unpacked_shape
+from ..dispatch.options import dynamic_spec, static_spec
 
 __all__ = [
     "Quantized",
@@ -27,11 +25,7 @@ __all__ = [
     "dynamic_quantize",
     "fake_quantize",
     "quantize",
-    "quantized_linear",
-    "smoothquant_linear",
 ]
-
-_WHOLE = PerTensor()
 
 
 class Quantized(NamedTuple):
@@ -175,79 +169,6 @@ def dynamic_fake_quantize(
     return compute(QuantizeKind.DYNAMIC_FAKE_QUANTIZE, (x,), x.shape, spec)[-1]
 
 
-def quantized_linear(
-    x: Array,
-    weight_q: Array,
-    weight_scale: Array | float,
-    bias: Array | None = None,
-    *,
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
-    dtype: Element = ElementKind.S8,
-    q_min: int | None = None,
-    q_max: int | None = None,
-    scale_dtype: Element | None = None,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
-    weight_element: Element | None = None,
-    weight_sum: Array | None = None,
-    weight_factor: Array | None = None,
-    activation: Activation | str = Activation.NONE,
-    residual: Array | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """act(x @ W.T + bias) + residual, int8 weights `[N, K]`, x quantized per token to `dtype` on the way in.
-
-    The result has x's own type, as the residual must. `weight_element="s4"` says that `weight_q` holds packed pairs,
-    `[N, K / 2]` bytes. `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the
-    weight. `weight_factor`, uint8 `[N, K / size]`, multiplies each group of `size` s4 weights by an integer of 0 to 15.
-    For dtype="u8" use mode="asymmetric", unless x has no negative values: a symmetric u8 makes them 0.
-    `scale_dtype` is what the scales of x are rounded to, `arithmetic` how x is divided by them.
-    Differentiable in x, straight through its rounding, bias and residual.
-    """
-    x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
-    shape, out_shape = _linear_shape(x, weight_q)
-    weight = weight_q.dtype if weight_element is None else weight_element
-    factor, group = _factors(weight_factor, shape)
-    spec = dynamic_spec(
-        x.dtype, _WHOLE, mode, dtype, q_min, q_max, scale_dtype, False, arithmetic, weight, activation, group
-    )
-    weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
-    inputs = (_matrix(x, shape), *weights, _residual(residual, out_shape, shape), factor)
-    return _linear(QuantizeKind.QUANTIZED_LINEAR, shape, spec, inputs, out_shape, out)
-
-
-def smoothquant_linear(
-    x_q: Array,
-    weight_q: Array,
-    act_scale: Array | float,
-    weight_scale: Array | float,
-    bias: Array | None = None,
-    *,
-    act_zero_point: Array | int | None = None,
-    dtype: Element = ElementKind.F32,
-    weight_element: Element | None = None,
-    weight_sum: Array | None = None,
-    weight_factor: Array | None = None,
-    activation: Activation | str = Activation.NONE,
-    residual: Array | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized.
-
-    `act_zero_point` is that of x_q, which is subtracted before the product. `weight_element`, `weight_sum` and
-    `weight_factor` are those of `quantized_linear`.
-    """
-    x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
-    shape, out_shape = _linear_shape(x_q, weight_q)
-    symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
-    weight = weight_q.dtype if weight_element is None else weight_element
-    factor, group = _factors(weight_factor, shape)
-    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation, group)
-    qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
-    weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
-    inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape), factor)
-    return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, spec, inputs, out_shape, out)
-
-
 # -- by the call's dispatch route: to a plan, or to torch's operator --------------------------------------------
 
 
@@ -273,7 +194,7 @@ def _static(
         spec.scope.scale_shape(tuple(shape)), scale, zero_point, learned=learned, keep=True
     )
     (result,) = compute(op, (x, scale, zero_point), shape, spec, size, grad_factor)
-    return _into(out, result, op)
+    return into(out, result, op)
 
 
 def _dynamic(op: QuantizeKind, x: Tensor, spec: Spec) -> tuple[Any, ...]:
@@ -283,29 +204,7 @@ def _dynamic(op: QuantizeKind, x: Tensor, spec: Spec) -> tuple[Any, ...]:
     return scale, None if spec.mode is DynamicRangeMode.SYMMETRIC else zero_point, *rest
 
 
-def _linear(
-    op: QuantizeKind, shape: Shape, spec: Spec, inputs: tuple[Value, ...], out_shape: Shape, out: Tensor | None
-) -> Tensor:
-    if out is not None and (not isinstance(out, Tensor) or out.shape != out_shape):
-        came = list(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        raise InvalidProblem(f"{op.value}: out: expected shape {list(out_shape)}, got {came}")
-    if route(*inputs, out) != "plan":
-        return _into(out, compute(op, inputs, shape, spec)[-1].reshape(out_shape), op)
-    x = inputs[0]
-    assert isinstance(x, Tensor)
-    plan = cached_plan(x.device, op, shape, spec)
-    if out is not None:
-        plan.check_output(-1, out, out_shape)
-    if out is None or not out.is_contiguous():
-        result: Tensor = plan.compute(inputs)[-1]
-        result = result if len(out_shape) == 2 else result.view(out_shape)
-        return result if out is None else out.copy_(result)
-    scratch = (None,) * (len(plan.output_indices) - 1)
-    run(plan, (*inputs, *scratch, out.view(shape[:2])))
-    return out
-
-
-def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
+def into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
     if out is None:
         return result
     if not isinstance(out, Tensor):
@@ -318,55 +217,3 @@ def _into(out: Tensor | None, result: Tensor, op: QuantizeKind) -> Tensor:
             f"got {out.dtype} of shape {list(out.shape)} on {out.device}"
         )
     return out.copy_(result)
-
-
-def _weights(
-    n: int, weight_q: Tensor, weight_scale: Array | float, bias: Array | None, weight_sum: Array | None
-) -> tuple[Value, ...]:
-    scale = segment_value((n,), weight_scale, "weight_scale")
-    if isinstance(scale, Tensor) and scale.numel() == 1:
-        scale = scale.reshape(1).expand(n)
-    return (
-        weight_q,
-        scale,
-        None if bias is None else as_tensor(bias, "bias"),
-        None if weight_sum is None else as_tensor(weight_sum, "weight_sum"),
-    )
-
-
-def _factors(weight_factor: Array | None, shape: tuple[int, int, int]) -> tuple[Tensor | None, int]:
-    """The factors, and the size of the groups that their shape stands for."""
-    if weight_factor is None:
-        return None, 0
-    factor, (_, n, k) = as_tensor(weight_factor, "weight_factor"), shape
-    if factor.ndim != 2 or not factor.shape[1] or k % factor.shape[1]:
-        raise InvalidProblem(
-            f"weight_factor: expected shape [{n}, K / size], with a size that divides K = {k}, got {list(factor.shape)}"
-        )
-    return factor, k // factor.shape[1]
-
-
-def _residual(residual: Array | None, expected: Shape, shape: tuple[int, int, int]) -> Tensor | None:
-    if residual is None:
-        return None
-    tensor = as_tensor(residual, "residual")
-    if tensor.shape != expected:
-        raise InvalidProblem(f"residual: expected the output's shape {list(expected)}, got {list(tensor.shape)}")
-    return tensor if tensor.ndim == 2 else tensor.reshape(shape[:2])
-
-
-def _linear_shape(x: Tensor, weight_q: Tensor) -> tuple[tuple[int, int, int], Shape]:
-    """(m, n, k), and the output's shape."""
-    shape, weight = x.shape, weight_q.shape
-    if not shape or len(weight) != 2:
-        raise InvalidProblem(
-            f"linear: expected x of shape [..., K] and a weight of shape [N, K], got {list(shape)} and {list(weight)}"
-        )
-    n = weight[0]
-    if len(shape) == 2:
-        return (shape[0], n, shape[1]), (shape[0], n)
-    return (prod(shape[:-1]), n, shape[-1]), (*shape[:-1], n)
-
-
-def _matrix(x: Tensor, shape: tuple[int, int, int]) -> Tensor:
-    return x if x.ndim == 2 else x.reshape(shape[0], shape[2])
