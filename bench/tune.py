@@ -1,4 +1,4 @@
-"""Which tile is fastest: the evidence behind `backends/triton/tune.py`, to be repeated on another GPU.
+"""Which tile is fastest: the evidence behind the `tune.py` files of `backends/triton`, to be repeated on another GPU.
 
     python -m bench tune [--small] [--only PARTS] [--jobs N] [--json FILE]
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
@@ -21,8 +21,11 @@ from unittest import mock
 import torch
 
 from baracuda import BackendKind, PlanPreference
-from baracuda.backends.triton.elementwise import tune
-from baracuda.backends.triton.elementwise.tune import Range, Schedule, Tile
+from baracuda.backends.triton import tune as common
+from baracuda.backends.triton.dynamic import tune as dynamic_tune
+from baracuda.backends.triton.dynamic.tune import Config, Schedule
+from baracuda.backends.triton.elementwise import tune as elementwise_tune
+from baracuda.backends.triton.tune import Tile, power_of_two
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
 from baracuda.core.scope import View
@@ -43,41 +46,45 @@ PER_THREAD = range(8, 129)
 class Candidate:
     """A tile in the place of the chosen one; a dynamic range also has a schedule and chunks.
 
-    `early` says whether the kernel comes while the one before it still runs; None leaves that to `tune.early`.
+    `pdl` says whether the kernel uses programmatic dependent launch; None leaves that to `tune.pdl_pays`.
     """
 
     tile: Tile | None = None
     schedule: Schedule | None = None
     chunks: int = 0
-    early: bool | None = None
+    pdl: bool | None = None
 
 
 @contextmanager
 def using(candidate: Candidate) -> Iterator[None]:
     """Plans selected inside get what the candidate says."""
-    tile, schedule, early = candidate.tile, candidate.schedule, candidate.early
-    said: dict[str, Any] = {}
-    if tile is not None and schedule is not None:
-        said["dynamic"] = lambda *a, **k: Range(schedule, tile, candidate.chunks)
-    elif tile is not None:
-        said |= {"dense": lambda *a, **k: tile, "columns": lambda *a, **k: tile}
-    if early is not None:
-        said["early"] = lambda *a, **k: early
-    with mock.patch.multiple(tune, **said) if said else nullcontext():
+    tile, schedule, pdl = candidate.tile, candidate.schedule, candidate.pdl
+    with ExitStack() as patches:
+
+        def says(module: Any, function: str, answer: object) -> None:
+            patches.enter_context(mock.patch.object(module, function, lambda *a, **k: answer))
+
+        if tile is not None and schedule is not None:
+            says(dynamic_tune, "dynamic", Config(schedule, tile, candidate.chunks))
+        elif tile is not None:
+            says(elementwise_tune, "dense", tile)
+            says(elementwise_tune, "columns", tile)
+        if pdl is not None:
+            says(common, "pdl_pays", pdl)
         yield
 
 
 def candidates(p: Problem, processors: int) -> Iterator[Candidate]:
-    """The chosen tile, then the same that comes early and that does not, then others of its kind."""
+    """The chosen tile, then the same with programmatic dependent launch and without, then others of its kind."""
     yield Candidate()
-    yield from (Candidate(early=early) for early in (False, True))
+    yield from (Candidate(pdl=pdl) for pdl in (False, True))
     view, itemsize = p.view, p.element.dtype.itemsize
     vector = 16 // itemsize
     if not OPS[p.op].dynamic:
         light = p.op in (QuantizeKind.DEQUANTIZE, QuantizeKind.DEQUANTIZE_BACKWARD)
         yield from map(Candidate, _dense(view, vector) if view.inner == 1 else _columns(vector, light))
         return
-    chosen = tune.dynamic(view, itemsize, processors)
+    chosen = dynamic_tune.dynamic(view, itemsize, processors)
     for chunks in dict.fromkeys((chosen.chunks, chosen.chunks // 2, 2 * chosen.chunks)):
         for tile in _ranges(chosen, view, vector):
             if bool(chunks) == bool(chosen.chunks):
@@ -91,8 +98,8 @@ def _whole(across: int, warps: int, vector: int, parts: int, down: int = 1) -> I
         yield Tile(lines, across, warps, vector=vector, parts=parts)
 
 
-def _ranges(chosen: Range, view: View, vector: int) -> Iterator[Tile]:
-    run = tune.power_of_two(view.run)
+def _ranges(chosen: Config, view: View, vector: int) -> Iterator[Tile]:
+    run = power_of_two(view.run)
     for warps, parts in product((1, 2, 4, 8, 16, 32), (1, 2, 4, 8, 16, 32)):
         if chosen.schedule is Schedule.ROWS:
             yield from _whole(run // parts, warps, vector, parts)
@@ -107,7 +114,7 @@ def _ranges(chosen: Range, view: View, vector: int) -> Iterator[Tile]:
 
 
 def _dense(view: View, vector: int) -> Iterator[Tile]:
-    width = tune.power_of_two(view.run)
+    width = power_of_two(view.run)
     for warps, vectors, each in product((1, 2, 4, 8), (1, 2, 4, 8), (0, vector)):
         size = 32 * warps * vector * vectors
         if width >= size:
@@ -170,14 +177,14 @@ def sweep(name: str, p: Problem, tried: list[Candidate], ceiling: float, device:
     size = "" if ceiling else "x".join(map(str, p.shape))
     print(f"{_label(name, p):60s}{size:11s} chosen {shares[0]:6.1%}  best {best:6.1%}  {_named(by)}", flush=True)
     rows = [
-        {"share": share, "early": c.early, **asdict(c.tile or Tile(0, 0, 0))}
+        {"share": share, "pdl": c.pdl, **asdict(c.tile or Tile(0, 0, 0))}
         for share, c in zip(shares, tried, strict=True)
     ]
     return {"problem": _label(name, p), "shape": p.shape, "chosen": shares[0], "best": best, "tiles": rows}
 
 
 def _named(c: Candidate) -> str:
-    when = {None: "", True: ", early", False: ", not early"}[c.early]
+    when = {None: "", True: ", PDL", False: ", no PDL"}[c.pdl]
     return f"{c.tile or 'as chosen'}{when}"
 
 

@@ -21,6 +21,7 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
+from baracuda.backends.triton import tune as common
 from baracuda.backends.triton.elementwise import tune
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
@@ -163,7 +164,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("rows", [1, 64, 1024, 9000])
-def test_a_kernel_that_comes_early_waits_for_the_one_before_it(rows: int) -> None:
+def test_a_kernel_launched_with_pdl_waits_for_the_one_before_it(rows: int) -> None:
     expected = Chain(torch.device("cpu"), rows)
     expected.run(30)
     eager, replayed = Chain(torch.device(DEVICE), rows), Chain(torch.device(DEVICE), rows)
@@ -249,8 +250,8 @@ def test_operands_at_odd_addresses_give_the_same_bits(shift: int, op: QuantizeKi
 @pytest.mark.parametrize("op", [op for op in OPS if OPS[op].elementwise], ids=lambda op: op.value)
 def test_programs_that_walk_far_have_the_bits_of_the_cpu(op: QuantizeKind, kind: ElementKind) -> None:
     p = Problem(op, (40_009, 1046), ElementKind.BF16, kind, kind.q_min, kind.q_max, PerChannel(1))
-    processors = tune.processors_of(torch.device(DEVICE))
-    assert tune.columns(p.view, 2, processors, work=tune.Work.GRADIENT, packed=kind.is_packed).repeats > 1
+    processors = common.processors_of(torch.device(DEVICE))
+    assert tune.columns(p.view, 2, processors, work=common.Work.GRADIENT, packed=kind.is_packed).repeats > 1
     assert_same_bits(run(Case(p), BackendKind.TRITON, DEVICE), run(Case(p), BackendKind.CPU), p)
 
 
@@ -259,7 +260,7 @@ def test_programs_that_walk_far_have_the_bits_of_the_cpu(op: QuantizeKind, kind:
 def test_outputs_that_leave_the_cache_first_have_the_bits_of_the_cpu(
     op: QuantizeKind, scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "cache_of", lambda device: 0)
+    monkeypatch.setattr(common, "cache_of", lambda device: 0)
     p = Problem(op, (1029, 1046), ElementKind.BF16, ElementKind.S4, -8, 7, scope)
     assert_same_bits(run(Case(p), BackendKind.TRITON, DEVICE), run(Case(p), BackendKind.CPU), p)
 

@@ -62,7 +62,7 @@ def test_every_schedule_of_the_sm_90_linears_is_run() -> None:
     shapes = [c.problem.shape for c in gpu_sanitize.linears() if c.problem.shape in gpu_sanitize.LINEAR_SHAPES]
     few = [linear_tune.skinny(*shape, 132) for shape in shapes if shape[0] <= linear_tune.SKINNY_TOKENS]
     fused = [linear_tune.fused(*shape[1:], 132) for shape in shapes if shape[0] <= linear_tune.FUSED_TOKENS]
-    tiles = [linear_tune.tile(*shape, 2, 132, cut=True) for shape in shapes if shape[0] > linear_tune.SKINNY_TOKENS]
+    tiles = [linear_tune.pingpong(*shape, 2, 132, cut=True) for shape in shapes if shape[0] > linear_tune.SKINNY_TOKENS]
     assert {config.split > 1 for config in few} == {config.split > 1 for config in fused} == {False, True}
     assert {config.tiles for config in few} == {1, 2}
     assert {tile.tail > 1 for tile in tiles} == {False, True}

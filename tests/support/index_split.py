@@ -8,16 +8,15 @@ import torch
 import triton
 import triton.language as tl
 
-from baracuda.backends.triton.elementwise.launch import division
-from baracuda.backends.triton.numerics.conversions import split_index
+from baracuda.backends.triton.numerics.indices import Split, split_by, split_index
 
 LARGEST = 2**31 - 1
 
 
-@triton.jit(do_not_specialize=["blocks", "factor", "shift"])
-def _split(index_ptr, quotient_ptr, rest_ptr, blocks, factor, shift, WIDE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=["by", "factor", "shift"])
+def _split(index_ptr, quotient_ptr, rest_ptr, by, factor, shift, WIDE: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, SIZE)
-    quotient, rest = split_index(tl.load(index_ptr + lane), blocks, factor, shift, WIDE)
+    quotient, rest = split_index(tl.load(index_ptr + lane), Split(by=by, factor=factor, shift=shift), WIDE)
     tl.store(quotient_ptr + lane, quotient)
     tl.store(rest_ptr + lane, rest)
 
@@ -33,6 +32,6 @@ def assert_indices_are_split_as_python_divides(device: str) -> None:
         n = torch.tensor(indices, dtype=torch.int32, device=device)
         wide = i % 2 == 1
         quotient, rest = (torch.empty_like(n, dtype=torch.int64 if wide else torch.int32) for _ in range(2))
-        _split[(1,)](n, quotient, rest, **division(by), WIDE=wide, SIZE=n.numel())
+        _split[(1,)](n, quotient, rest, *split_by(by), WIDE=wide, SIZE=n.numel())
         wanted = [divmod(value, by) for value in indices]
         assert list(zip(quotient.tolist(), rest.tolist(), strict=True)) == wanted, by

@@ -26,7 +26,9 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.backends.triton.elementwise import tune
+from baracuda.backends.triton.dynamic import tune as dynamic_tune
+from baracuda.backends.triton.elementwise import tune as elementwise_tune
+from baracuda.backends.triton.tune import Tile
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
@@ -87,11 +89,11 @@ def test_segments_too_long_for_registers_have_the_bits_of_the_reference(
     mode: DynamicRangeMode,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tune, "IN_REGISTERS", 2**12)
+    monkeypatch.setattr(dynamic_tune, "IN_REGISTERS", 2**12)
     low = -127 if mode is DynamicRangeMode.SYMMETRIC else -128
     op, kind = QuantizeKind.DYNAMIC_QUANTIZE, ElementKind.S8
     problem = Problem(op, shape, element, kind, low, 127, scope, mode, scale_element=element.math)
-    assert tune.dynamic(problem.view, element.dtype.itemsize, 4).schedule.value == schedule
+    assert dynamic_tune.dynamic(problem.view, element.dtype.itemsize, 4).schedule.value == schedule
     case = Case(problem, "poison")
     assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
 
@@ -114,7 +116,7 @@ def test_programs_that_walk_down_their_columns_have_the_bits_of_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A loop that only large tensors need; of random bits there are scales that take the other way in it."""
-    monkeypatch.setattr(tune, "columns", lambda *args, **options: tune.Tile(4, 16, 1, repeats=4, vector=4))
+    monkeypatch.setattr(elementwise_tune, "columns", lambda *args, **options: Tile(4, 16, 1, repeats=4, vector=4))
     case = Case(Problem(op, shape, element, kind, kind.q_min, kind.q_max, scope), data)
     assert_same_bits(run(case, BackendKind.TRITON), run(case, BackendKind.REFERENCE), case)
 

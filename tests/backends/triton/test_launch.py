@@ -40,7 +40,7 @@ class Launched:
         from triton.backends.compiler import GPUTarget
 
         from baracuda.backends.triton import launch
-        from baracuda.backends.triton.linear import hopper_launch
+        from baracuda.backends.triton.linear.hopper import launch as hopper_launch
 
         self.fake, self.kernels, self.ptx = fake, [], []
         active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
@@ -121,17 +121,17 @@ def test_every_kernel_is_given_the_parameters_it_declares(launched: Launched, op
     launched.check()
 
 
-@pytest.mark.parametrize(("needed_version", "early"), [(13000, 1), (13010, 0)])
-def test_kernels_come_early_where_the_driver_captures_that_into_graphs(
-    launched: Launched, monkeypatch: pytest.MonkeyPatch, needed_version: int, early: int
+@pytest.mark.parametrize(("needed_version", "pdl"), [(13000, 1), (13010, 0)])
+def test_kernels_use_programmatic_dependent_launch_where_the_driver_captures_it_into_graphs(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, needed_version: int, pdl: int
 ) -> None:
     from baracuda.backends.triton import launch as module
 
     assert launched.fake.driver.version == 13000
-    monkeypatch.setattr(module, "EARLY_IN_GRAPHS", needed_version)
+    monkeypatch.setattr(module, "PDL_IN_GRAPHS", needed_version)
     p = Problem(QuantizeKind.QUANTIZE, (64, 24), ElementKind.BF16, ElementKind.S8, -127, 127)
     launch(p, tensors(p))
-    assert launched.fake.record.early == early
+    assert launched.fake.record.early == pdl
 
 
 @pytest.mark.parametrize("m", [1, 8, 300])
@@ -194,7 +194,7 @@ def test_an_output_is_stored_in_words_unless_its_address_is_odd(
 def test_a_linear_goes_where_its_sku_says_by_the_addresses_it_is_given(
     launched: Launched, odd: str | None, m: int
 ) -> None:
-    from baracuda.backends.triton.linear.launch import KERNELS
+    from baracuda.backends.triton import KERNELS
 
     p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (m, 256, 4096), ElementKind.BF16, ElementKind.S8, -128, 127)
     given = dict(zip((o.name for o in OPS[p.op].operands), tensors(p), strict=True))
@@ -204,6 +204,7 @@ def test_a_linear_goes_where_its_sku_says_by_the_addresses_it_is_given(
     launch(p, tuple(given.values()))
     by_copy_engine = {"matrix" in kernel.parameters() for kernel, _ in launched.kernels[:1]}
     assert by_copy_engine == {odd is None}
-    assert [kernel.name for kernel in KERNELS] == ["hopper", "matmul"]
-    epilogue = KERNELS[0].epilogue(p, GPU)
+    linears = [kernel for kernel in KERNELS if p.op in kernel.ops]
+    assert [kernel.name for kernel in linears] == ["hopper", "matmul"]
+    epilogue = linears[0].epilogue(p, GPU)
     assert epilogue is not None and epilogue.endswith("; matmul where an address is not a multiple of 16")

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -76,17 +77,18 @@ else:
     from triton.backends.compiler import GPUTarget
 
     from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
-    from baracuda.backends import nonlinearity as activation_recipe
+    from baracuda.backends import nonlinearity as recipe
     from baracuda.backends.triton.launch import Build, compile_kernel
-    from baracuda.backends.triton.linear import hopper_launch
     from baracuda.backends.triton.linear import kernels as linear_kernels
     from baracuda.backends.triton.linear import launch as linear
     from baracuda.backends.triton.linear import tune as linear_tune
+    from baracuda.backends.triton.linear.hopper import launch as hopper_launch
+    from baracuda.backends.triton.linear.kernels import Epilogue, Matmul, Shape, Terms
     from baracuda.core.problem import Problem
 
     HOPPER = GPUTarget("cuda", 90, 32)
     VECTOR = torch.zeros(4)
-    TILES = [linear_tune.tile(m, 14336, 4096, 2, 132, cut=True) for m in (256, 4096)]
+    TILES = [linear_tune.pingpong(m, 14336, 4096, 2, 132, cut=True) for m in (256, 4096)]
 
     def test_the_portable_linears_have_the_bits_of_the_reference_in_the_interpreter() -> None:
         """Triton reads the variable when it is imported, so the interpreter gets a process of its own."""
@@ -100,22 +102,20 @@ else:
         )
         assert done.returncode == 0, done.stdout[-3000:]
 
-    def compile_tile(tile, out=torch.bfloat16, bias=None, zero_point=None, activation=Activation.NONE, residual=None):
-        forms, epilogue = hopper_launch.scale_forms(VECTOR, zero_point, VECTOR, bias, 0, residual, activation)
-        source = hopper_launch.gemm_source(tile, out, forms, epilogue)
-        return triton.compile(
-            source, target=HOPPER, options={"enable_fp_fusion": False, **hopper_launch.tile_options(tile)}
-        )
+    def compile_tile(tile, out=torch.bfloat16, bias=None, zero_point=None, nonlinearity=Activation.NONE, residual=None):
+        forms, kinds = hopper_launch.term_forms(VECTOR, zero_point, VECTOR, bias, 0, residual, nonlinearity)
+        source = hopper_launch.gemm_source(tile, out, forms, kinds)
+        return triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, "num_warps": tile.warps})
 
     #: Divisions in place, and steps in which one rounding is as good as two, of each element.
     FUSED_STEPS = {Activation.GELU: 4 + 2, Activation.SILU: 4 + 2}
 
-    def assert_activation_rounds(ptx, activation) -> None:
+    def assert_nonlinearity_rounds(ptx, nonlinearity) -> None:
         """Nothing is approximate but the start of the divisions, nothing contracted but what has the same bits."""
         counts = Counter(re.findall(r"^\s*([a-z][\w.]+)", ptx, re.MULTILINE))
         divisions = counts.pop("rcp.approx.ftz.f32", 0)
-        assert (divisions > 0) == (activation in FUSED_STEPS)
-        assert counts["fma.rn.f32"] == divisions * FUSED_STEPS.get(activation, 0)
+        assert (divisions > 0) == (nonlinearity in FUSED_STEPS)
+        assert counts["fma.rn.f32"] == divisions * FUSED_STEPS.get(nonlinearity, 0)
         for word in ("div.full", "div.rn", "approx", "tanh", ".ftz"):
             assert not [name for name in counts if word in name], word
 
@@ -135,23 +135,23 @@ else:
         assert "mul.rn.f32" in ptx
         assert "add.rn.f32" in ptx
 
-    @pytest.mark.parametrize("activation", [Activation.RELU, Activation.GELU, Activation.SILU])
+    @pytest.mark.parametrize("nonlinearity", [Activation.RELU, Activation.GELU, Activation.SILU])
     @pytest.mark.parametrize("tile", TILES, ids=str)
-    def test_activations_and_residuals_of_a_tile_round_step_by_step_and_fit(tile, activation) -> None:
-        compiled = compile_tile(tile, bias=VECTOR, activation=activation, residual=VECTOR.bfloat16())
+    def test_nonlinearities_and_residuals_of_a_tile_round_step_by_step_and_fit(tile, nonlinearity) -> None:
+        compiled = compile_tile(tile, bias=VECTOR, nonlinearity=nonlinearity, residual=VECTOR.bfloat16())
         ptx = compiled.asm["ptx"]
-        assert_activation_rounds(ptx, activation)
+        assert_nonlinearity_rounds(ptx, nonlinearity)
         assert "ld.global.b16" not in ptx, "the residual comes in pairs of columns"
         assert compiled.metadata.shared <= LIMIT
 
     @pytest.mark.parametrize(
-        "zero_point, activation",
+        "zero_point, nonlinearity",
         [(None, Activation.NONE), (VECTOR.int(), Activation.NONE), (None, Activation.GELU), (None, Activation.SILU)],
         ids=["symmetric", "asymmetric", "gelu", "silu"],
     )
-    def test_the_epilogue_of_a_large_problem_spills_no_registers(zero_point, activation, tmp_path) -> None:
+    def test_the_epilogue_of_a_large_problem_spills_no_registers(zero_point, nonlinearity, tmp_path) -> None:
         ptx = tmp_path / "gemm.ptx"
-        compiled = compile_tile(TILES[-1], bias=VECTOR, zero_point=zero_point, activation=activation)
+        compiled = compile_tile(TILES[-1], bias=VECTOR, zero_point=zero_point, nonlinearity=nonlinearity)
         ptx.write_text(compiled.asm["ptx"])
         command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "gemm.cubin")]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
@@ -161,26 +161,26 @@ else:
     @pytest.mark.parametrize("out", [torch.float16, torch.bfloat16, torch.float32])
     @pytest.mark.parametrize("shape", [(256, 4096), (4096, 4096)])
     def test_every_output_type_fits_the_shared_memory_of_its_tile(shape, out) -> None:
-        tile = linear_tune.tile(*shape, 4096, out.itemsize, 132, cut=True)
+        tile = linear_tune.pingpong(*shape, 4096, out.itemsize, 132, cut=True)
         compiled = compile_tile(tile, out, VECTOR, VECTOR.int())
         assert compiled.metadata.shared <= LIMIT
 
-    @pytest.mark.parametrize("activation", [Activation.NONE, Activation.GELU])
+    @pytest.mark.parametrize("nonlinearity", [Activation.NONE, Activation.GELU])
     @pytest.mark.parametrize("quantize", [False, True])
     @pytest.mark.parametrize("m", [1, 16])
-    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, activation) -> None:
+    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, nonlinearity) -> None:
         sizes = 14336, 4096, 132
         config = linear_tune.fused(*sizes) if quantize else linear_tune.skinny(m, *sizes)
-        residual = VECTOR.bfloat16() if activation is Activation.GELU else None
-        forms, epilogue = hopper_launch.scale_forms(VECTOR, None, VECTOR, None, 1, residual, activation)
-        epilogue = ("given", *epilogue[1:]) if quantize else epilogue
-        source = hopper_launch.skinny_source(config, torch.bfloat16, forms, epilogue, 14336, quantize)
+        residual = VECTOR.bfloat16() if nonlinearity is Activation.GELU else None
+        forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, None, 1, residual, nonlinearity)
+        kinds = kinds._replace(scale="given") if quantize else kinds
+        source = hopper_launch.skinny_source(config, torch.bfloat16, forms, kinds, 14336)
         compiled = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, "num_warps": 4})
         ptx = compiled.asm["ptx"]
         assert re.search(r"wgmma\.mma_async\S+\.s32\.s8\.s8", ptx)
         assert "div.full" not in ptx
         assert ("div.rn.f32" in ptx) == quantize
-        assert ("rcp.approx.ftz.f32" in ptx) == (activation is Activation.GELU)
+        assert ("rcp.approx.ftz.f32" in ptx) == (nonlinearity is Activation.GELU)
         assert (compiled.metadata.shared + 1024) * config.programs <= LIMIT + 1024
 
     @pytest.mark.parametrize(
@@ -188,19 +188,19 @@ else:
     )
     def test_tiles_behind_the_last_full_round_are_cut_where_all_parts_run_at_once(shape, tail) -> None:
         m, n, k = shape
-        tile = linear_tune.tile(m, n, k, 2, 132, cut=True)
+        tile = linear_tune.pingpong(m, n, k, 2, 132, cut=True)
         rest = tile.tiles(m, n) - tile.whole(m, n, 132)
         assert tile.tail == tail
         assert rest * tail <= tile.programs(m, n, 132) <= 132
-        assert linear_tune.tile(m, n, k, 2, 132).tail == 1
+        assert linear_tune.pingpong(m, n, k, 2, 132).tail == 1
 
     def test_the_parts_of_a_tile_are_added_and_finished_step_by_step() -> None:
-        forms = ("*i32", "*bf16", "*fp32", "*fp32", "*fp32", "constexpr")
-        constants = {"PER_TOKEN": True, "ACTIVATION": "gelu", "GROUP": 8, "ACROSS": True, "TAIL": 3}
-        constants |= {"BM": 128, "BN": 128, "LINES": 16}
+        forms = ("*i32", "*bf16", Terms("*fp32", "*fp32", "*fp32", "constexpr"))
+        tile = replace(linear_tune.PINGPONG, across=True, tail=3)
+        constants = {"EPILOGUE": Epilogue(per_token=True, nonlinearity="gelu"), "TILE": tile, "LINES": 16}
         sizes = {"M": 1400, "N": 1664, "whole": 132}
         ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
-        assert_activation_rounds(ptx, Activation.GELU)
+        assert_nonlinearity_rounds(ptx, Activation.GELU)
         assert "ld.global.v4" in ptx
 
     @pytest.mark.parametrize("n, k", [(4096, 4096), (6144, 4096), (57344, 8192), (8, 16), (8192, 28672)])
@@ -226,22 +226,25 @@ else:
         packed = problem(10**7, ElementKind.S4)
         assert linear._chunk(packed.accumulator_limit, packed, 64) == packed.accumulator_limit // 2 // 64 * 64
 
-    @pytest.mark.parametrize("f64, activation, chunk", [(False, "silu", 0), (True, "gelu", 0), (False, "none", 131008)])
+    @pytest.mark.parametrize(
+        "f64, nonlinearity, chunk", [(False, "silu", 0), (True, "gelu", 0), (False, "none", 131008)]
+    )
     def test_the_portable_kernel_rounds_step_by_step_and_keeps_the_digits_of_its_coefficients(
-        f64, activation, chunk
+        f64, nonlinearity, chunk
     ) -> None:
         element = "*fp64" if f64 else "*fp32"
-        forms = ("*i8", "*i8", element, "i64", element, element, "constexpr", "constexpr", element)
-        constants = {"PER_TOKEN": False, "CENTRED": False, "SHIFT": 0, "PACKED": False, "F64": f64, "Q_MIN": -128}
-        constants |= {"Q_MAX": 127, "ACTIVATION": activation, "CHUNK": chunk, "BM": 16, "BN": 64, "BK": 128}
-        sizes = {"M": 16, "N": 4096, "K": 140000}
-        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
+        forms = ("*i8", "*i8", element, Terms("i64", element, element, element), "constexpr", "constexpr")
+        epilogue = Epilogue(per_token=False, nonlinearity=nonlinearity, f64=f64)
+        tile = linear_tune.Portable(16, 64, 128, 4, 4)
+        spec = Matmul(epilogue, tile, False, 0, False, -128, 127, chunk)
+        sizes = {"shape": Shape(16, 4096, 140000)}
+        ptx = compile_kernel(linear_kernels.matmul, forms, sizes, {"SPEC": spec}, Build(), HOPPER).asm["ptx"]
         if f64:
             assert "div.rn.f64" in ptx
             assert "fma.rn.f" not in ptx
         else:
-            assert_activation_rounds(ptx, Activation(activation))
+            assert_nonlinearity_rounds(ptx, Activation(nonlinearity))
         assert ("add.s64" in ptx) or not chunk
-        if activation == "gelu":
-            coefficient = struct.pack(">d", activation_recipe.F64.upper[-3]).hex().upper()
+        if nonlinearity == "gelu":
+            coefficient = struct.pack(">d", recipe.F64.upper[-3]).hex().upper()
             assert f"0d{coefficient}" in ptx

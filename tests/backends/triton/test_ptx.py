@@ -54,7 +54,7 @@ def compiled(step: object, forms: Sequence[str], capability: int = 90) -> Any:
 
 
 def ptx_of(step: object, forms: Sequence[str]) -> str:
-    """Of a kernel that comes to memory in its turn."""
+    """Of a kernel that touches memory only when the kernel before it has ended."""
     made = compiled(step, forms)
     assert_waits(made)
     text: str = made.asm["ptx"]
@@ -63,8 +63,17 @@ def ptx_of(step: object, forms: Sequence[str]) -> str:
 
 def assert_stays_with_its_threads(step: Any, forms: Sequence[str]) -> None:
     """Loads and stores agree on which thread has what: shared memory is for ranges, not for tiles."""
-    elements = math.prod(step.constants[name] for name in ("PARTS", "LINES", "COLS"))
+    tile = tile_of(step)
+    elements = tile.parts * tile.lines * tile.columns
     assert compiled(step, forms).metadata.shared < elements // 2
+
+
+def is_wide(step: Any) -> bool:
+    return any(getattr(value, "wide", False) for value in step.constants.values())
+
+
+def tile_of(step: Any) -> Any:
+    return (step.constants.get("SCAN") or step.constants["SPEC"]).tile
 
 
 def instructions(ptx: str) -> Counter[str]:
@@ -129,7 +138,7 @@ def test_elementwise_kernels_are_exact_and_access_memory_in_vectors(
 def test_gradients_and_what_is_four_times_its_input_are_streamed_if_they_do_not_fit_in_the_cache(
     scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from baracuda.backends.triton.elementwise import tune
+    from baracuda.backends.triton import tune
 
     def streams(op: QuantizeKind, element: ElementKind, kind: ElementKind) -> bool:
         names = instructions(elementwise_ptx(op, scope, element, kind, Arithmetic.DIVIDE))
@@ -164,7 +173,7 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
     step = elementwise_step(p, CPU)
     assert step is not None
     counts = instructions(ptx_of(step, ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]))
-    per_thread = step.constants["LINES"] * step.constants["COLS"] // (32 * step.build.warps)  # type: ignore[operator]
+    per_thread = tile_of(step).lines * tile_of(step).columns // (32 * step.build.warps)
     assert counts["fma.rn.f32"] == 2 * 2 * per_thread
     assert counts["rcp.rn.f32"] == 2
     assert counts["div.rn.f32"] == 0
@@ -172,7 +181,9 @@ def test_a_division_costs_two_fused_steps_per_element_in_both_of_its_ways() -> N
 
 @pytest.mark.parametrize("kind", [ElementKind.S8, ElementKind.S4])
 @pytest.mark.parametrize("shape", [(64, 512), (64, 511), SHAPE])
-def test_kernels_come_early_where_there_is_that_and_it_pays(shape: tuple[int, int], kind: ElementKind) -> None:
+def test_kernels_use_programmatic_dependent_launch_where_it_exists_and_pays(
+    shape: tuple[int, int], kind: ElementKind
+) -> None:
     from baracuda.backends.triton.elementwise.launch import elementwise_step
 
     forms = ["*bf16", "constexpr", "*fp32", "constexpr", "*i8"]
@@ -192,13 +203,15 @@ def test_kernels_come_early_where_there_is_that_and_it_pays(shape: tuple[int, in
             assert not other.metadata.launch_pdl
 
 
-def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_programs_that_move_little_do_without_programmatic_dependent_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As fast as they can start together, or spread evenly: by the figures in docs/explanation/performance.md."""
+    from baracuda.backends.triton import tune
     from baracuda.backends.triton.dynamic import launch as dynamic
-    from baracuda.backends.triton.elementwise import tune
     from baracuda.backends.triton.elementwise.launch import elementwise_step
 
-    def early(
+    def pdl(
         op: QuantizeKind, rows: int, element: ElementKind, kind: ElementKind, scope: Scope, again: bool = False
     ) -> bool:
         p = Problem(op, (rows, 8192), element, kind, -kind.q_max, kind.q_max, scope)
@@ -208,25 +221,25 @@ def test_many_programs_that_move_little_do_not_come_early(monkeypatch: pytest.Mo
         else:
             step = (dynamic.partial_step if config.chunks else dynamic.whole_step)(p, config, CPU)
         assert step is not None
-        return step.build.early
+        return step.build.pdl
 
     monkeypatch.setattr(tune, "processors_of", lambda device: 132)
     dynamic_ops = (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS)
     f32, bf16, s8, s4 = ElementKind.F32, ElementKind.BF16, ElementKind.S8, ElementKind.S4
-    assert early(QuantizeKind.QUANTIZE, 16384, bf16, s8, PerToken())
-    assert early(QuantizeKind.DYNAMIC_QUANTIZE, 16384, bf16, s8, PerGroup(128))
-    assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerTensor())
-    assert early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerGroup(128))
-    assert early(QuantizeKind.DEQUANTIZE, 2048, f32, s8, PerToken())
-    assert not early(QuantizeKind.DEQUANTIZE, 2048, f32, s4, PerToken())
+    assert pdl(QuantizeKind.QUANTIZE, 16384, bf16, s8, PerToken())
+    assert pdl(QuantizeKind.DYNAMIC_QUANTIZE, 16384, bf16, s8, PerGroup(128))
+    assert pdl(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerTensor())
+    assert pdl(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerGroup(128))
+    assert pdl(QuantizeKind.DEQUANTIZE, 2048, f32, s8, PerToken())
+    assert not pdl(QuantizeKind.DEQUANTIZE, 2048, f32, s4, PerToken())
     for op, element, kind, scope in [
         (QuantizeKind.QUANTIZE, f32, s4, PerToken()),
         (QuantizeKind.DEQUANTIZE, bf16, s8, PerToken()),
     ]:
-        assert early(op, 512, element, kind, scope) and not early(op, 16384, element, kind, scope)
-    assert not early(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerChannel(1)), "all at once, evenly"
-    assert early(QuantizeKind.QUANTIZE, 512, bf16, s8, PerTensor(), again=True)
-    assert not early(QuantizeKind.QUANTIZE, 2048, bf16, s8, PerTensor(), again=True), "read from the cache in no time"
+        assert pdl(op, 512, element, kind, scope) and not pdl(op, 16384, element, kind, scope)
+    assert not pdl(QuantizeKind.CHOOSE_QPARAMS, 16384, bf16, s8, PerChannel(1)), "all at once, evenly"
+    assert pdl(QuantizeKind.QUANTIZE, 512, bf16, s8, PerTensor(), again=True)
+    assert not pdl(QuantizeKind.QUANTIZE, 2048, bf16, s8, PerTensor(), again=True), "read from the cache in no time"
 
 
 def test_a_tile_that_names_its_registers_gets_no_more() -> None:
@@ -254,7 +267,7 @@ def test_dynamic_kernels_are_exact(
     scope: Scope, element: ElementKind, mode: DynamicRangeMode, kind: ElementKind
 ) -> None:
     from baracuda.backends.triton.dynamic import launch as dynamic
-    from baracuda.backends.triton.elementwise import tune
+    from baracuda.backends.triton.dynamic import tune
 
     low = -kind.q_max if kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
     stored = element.math
@@ -279,11 +292,11 @@ def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_a
     element: ElementKind, scope: Scope
 ) -> None:
     """Lanes lie so that halving them first adds registers, then lanes of a warp, and crosses warps three times."""
-    from baracuda.backends.triton.learned.launch import Layout, steps
+    from baracuda.backends.triton.learned.launch import steps
 
     op, kind = QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, ElementKind.S8
     p = Problem(op, (4096, 1024), element, kind, kind.q_min, kind.q_max, scope)
-    step, second = steps(p, Layout(p), CPU)
+    step, second = steps(p, CPU)
     float_, sums = POINTERS[element], POINTERS[ElementKind.F32 if second is None else ElementKind.F64]
     ptx = ptx_of(step, [float_, float_, "*fp32", "constexpr", float_, sums, sums])
     if second is not None:
@@ -322,9 +335,9 @@ def test_offsets_beyond_31_bits_are_multiplied_in_64(
     shape: tuple[int, int], scope: Scope, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All but `split_index`, whose product is that of an index of 31 bits, and the steps inside a block."""
+    from baracuda.backends.triton import tune
     from baracuda.backends.triton.dynamic import launch as dynamic
     from baracuda.backends.triton.elementwise import launch as static
-    from baracuda.backends.triton.elementwise import tune
     from baracuda.backends.triton.learned import launch as learned
 
     monkeypatch.setattr(tune, "processors_of", lambda device: 132)
@@ -338,9 +351,9 @@ def test_offsets_beyond_31_bits_are_multiplied_in_64(
     p = Problem(QuantizeKind.DEQUANTIZE, shape, bf16, s8, -127, 127, scope)
     plain = static.elementwise_step(p, CPU), ["*i8", "constexpr", "*fp32", "constexpr", "*bf16"]
     p = Problem(QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, shape, bf16, s8, -127, 127, scope)
-    sums, _ = learned.steps(p, learned.Layout(p), CPU)
+    sums, _ = learned.steps(p, CPU)
     learning = sums, ["*bf16", "*bf16", "*fp32", "constexpr", "*bf16", "*fp64", "*fp64"]
     for step, forms in (ranges, plain, learning):
-        assert step is not None and step.constants["WIDE"]
+        assert step is not None and is_wide(step)
         found = re.findall(r"%([a-z]+)\w* = arith\.muli .*(?:: i32|xi32>)", compiled(step, forms).asm["ttir"])
         assert set(found) <= {"quotient", "rest", "element"}, (step.kernel, found)

@@ -1,85 +1,32 @@
 """Triton kernels for NVIDIA GPUs (sm_80 and later); with TRITON_INTERPRET=1 the same kernels run on CPU tensors.
 
-Nothing here imports Triton before a problem on such a device asks for it.
+Each family of kernels has a folder: `kernels` run on the device, `launch` binds problems to them, `tune` chooses their
+tiles. The arithmetic of all of them is in `numerics`. Nothing here imports Triton before a problem on such a device
+asks for it.
 """
 
 from __future__ import annotations
 
-import os
-from importlib.util import find_spec
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import torch
 
-from ...core.host import MISSING
 from ...core.problem import Problem
 from ...core.types import BackendKind, QuantizeKind
-from ..registry import Kernel, Launch
-from .linear.launch import KERNELS as LINEAR
-
-#: The oldest architecture with bf16 conversions and NaN-propagating maxima in hardware.
-OLDEST = (8, 0)
+from ..registry import Kernel
+from .devices import arch, declines
+from .linear import support as linear
 
 
-def declines(problem: Problem, device: torch.device) -> str | None:
-    """Why these kernels cannot run on `device`."""
-    interpreting = os.environ.get("TRITON_INTERPRET") == "1"
-    if device.type != "cuda" and not (interpreting and device.type == "cpu"):
-        return f"Triton kernels take CUDA tensors; this one is on {device.type}"
-    if find_spec("triton") is None:
-        return "triton is not installed: pip install triton"
-    if MISSING and not interpreting:
-        return MISSING
-    if device.type == "cuda":
-        if not torch.cuda.is_available() or torch.version.cuda is None:
-            return "torch sees no CUDA device"
-        capability = torch.cuda.get_device_capability(device)
-        if capability < OLDEST:
-            needed, found = (".".join(map(str, version)) for version in (OLDEST, capability))
-            return f"needs compute capability {needed} or newer, {device} has {found}"
-    return None
+def _later(module: str, function: str) -> Callable[[Problem, torch.device], Any]:
+    """A function of a module that imports Triton; the module is imported when the function is first called."""
 
+    def call(problem: Problem, device: torch.device) -> Any:
+        return getattr(import_module(f".{module}", __name__), function)(problem, device)
 
-def arch(device: torch.device) -> str:
-    if device.type != "cuda":
-        return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm_{major}{minor}"
-
-
-def _bind_elementwise(problem: Problem, device: torch.device) -> Launch:
-    from .elementwise.launch import elementwise
-
-    return elementwise(problem, device)
-
-
-def _bind_dynamic(problem: Problem, device: torch.device) -> Launch:
-    from .dynamic.launch import dynamic
-
-    return dynamic(problem, device)
-
-
-def _dynamic_workspace(problem: Problem, device: torch.device) -> int:
-    from .dynamic.launch import workspace
-
-    return workspace(problem, device)
-
-
-def _dynamic_spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    from .dynamic.launch import spares
-
-    return spares(problem, device)
-
-
-def _bind_learned(problem: Problem, device: torch.device) -> Launch:
-    from .learned.launch import learned
-
-    return learned(problem, device)
-
-
-def _learned_workspace(problem: Problem, device: torch.device) -> int:
-    from .learned.launch import workspace
-
-    return workspace(problem, device)
+    return call
 
 
 KERNELS: tuple[Kernel, ...] = (
@@ -97,7 +44,7 @@ KERNELS: tuple[Kernel, ...] = (
             }
         ),
         declines=declines,
-        bind=_bind_elementwise,
+        bind=_later("elementwise.launch", "elementwise"),
         arch=arch,
         narrows=True,
     ),
@@ -106,21 +53,40 @@ KERNELS: tuple[Kernel, ...] = (
         backend=BackendKind.TRITON,
         ops=frozenset({QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.CHOOSE_QPARAMS, QuantizeKind.DYNAMIC_FAKE_QUANTIZE}),
         declines=declines,
-        bind=_bind_dynamic,
-        workspace=_dynamic_workspace,
+        bind=_later("dynamic.launch", "dynamic"),
+        workspace=_later("dynamic.launch", "workspace"),
         arch=arch,
         narrows=True,
-        spares=_dynamic_spares,
+        spares=_later("dynamic.launch", "spares"),
     ),
     Kernel(
         name="learned",
         backend=BackendKind.TRITON,
         ops=frozenset({QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD}),
         declines=declines,
-        bind=_bind_learned,
-        workspace=_learned_workspace,
+        bind=_later("learned.launch", "learned"),
+        workspace=_later("learned.launch", "workspace"),
         arch=arch,
         spares=lambda problem, device: ("grad_zero_point",),
     ),
-    *LINEAR,
+    Kernel(
+        name="hopper",
+        backend=BackendKind.TRITON,
+        ops=linear.LINEARS,
+        declines=linear.hopper_declines,
+        bind=_later("linear.hopper.launch", "hopper"),
+        workspace=_later("linear.hopper.launch", "workspace"),
+        arch=arch,
+        epilogue=linear.describe_hopper,
+    ),
+    Kernel(
+        name="matmul",
+        backend=BackendKind.TRITON,
+        ops=linear.LINEARS,
+        declines=linear.declines,
+        bind=_later("linear.launch", "matmul"),
+        workspace=_later("linear.launch", "workspace"),
+        arch=arch,
+        epilogue=linear.describe_matmul,
+    ),
 )

@@ -1,12 +1,15 @@
-"""From a bound kernel to the device: compiled once per kind of its arguments, then launched without looking back.
+"""From a bound kernel to the device: compiled once for each kind of arguments, then launched by the compiled module.
 
-Triton compiles and loads; the compiled module launches, since Triton's own launcher takes as long as a small kernel.
+Triton compiles and loads. It does not launch, since its own launcher takes as long as a small kernel.
+
+Arguments that travel together are one NamedTuple, in a kernel's parameters as in its sources: a group. Triton flattens
+groups into the parameters of the PTX, in order; so does this module.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -21,7 +24,7 @@ from ...core.errors import Unsupported
 from ...core.host import DLPACK_DTYPES
 from ..registry import Launch, Value
 from .numerics.conversions import INTERPRETED
-from .sources import Source, pick, split
+from .sources import Group, Source, Sources, pick, split
 
 if not (INTERPRETING := bool(INTERPRETED.value)):
     from ... import _host
@@ -37,11 +40,11 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
-#: From this CUDA on a driver captures kernels that come early into graphs.
-EARLY_IN_GRAPHS = 12030
-#: The parameters where a number is an integer. Any other number arrives as the bits of a double, exact for every math
+#: From this CUDA version on a driver captures programmatic dependent launches into graphs.
+PDL_IN_GRAPHS = 12030
+#: The parameter where a number is an integer. Any other number arrives as the bits of a double, exact for every math
 #: type.
-_INTEGERS = ("zero_point_ptr", "zp")
+_INTEGER = "zero_point_ptr"
 
 
 @cache
@@ -49,8 +52,8 @@ def _driver() -> _host.Driver:
     return _host.Driver("libcuda.so.1")
 
 
-#: Compiles for arguments like these, where all that take part in wide accesses are aligned or not all are; None where
-#: the kernel does not take them.
+#: Compiles for arguments like these; the flag says whether all that take part in vector accesses are aligned. None
+#: where the kernel does not take them.
 Prepare = Callable[[list[Value], bool], "_host.Kernel | None"]
 
 
@@ -133,45 +136,79 @@ def finish_parameters(kernel: _host.Kernel, *sizes: int) -> _host.Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """How a kernel is compiled: `stages` of its loops and the most `registers` of a thread, where there is a limit;
-    `early` says that it may come while the kernel before it still runs."""
+    """How a kernel is compiled: the `stages` of its loops, and the most `registers` a thread may have (0: no limit).
+
+    `pdl` allows programmatic dependent launch, where the kernel and the architecture know it."""
 
     warps: int = 4
     stages: int | None = None
     registers: int = 0
-    early: bool = True
+    pdl: bool = True
+
+
+#: The type of an argument in Triton's signature: "*bf16", "i64", or "constexpr" for one that is absent.
+Form = str | tuple[str, ...]
+#: Integers that only the launch knows, by parameter; a group is a NamedTuple.
+Sizes = Mapping[str, int | tuple[int, ...]]
 
 
 def compile_kernel(
     kernel: Any,
-    forms: Sequence[str],
-    sizes: Mapping[str, int],
+    forms: Sequence[Form],
+    sizes: Sizes,
     constants: Mapping[str, object],
     build: Build,
     target: GPUTarget,
     aligned: bool = True,
 ) -> Any:
-    """Compile for operands of these forms ("*bf16", "i64", "constexpr" for none), then sizes, then constants."""
+    """Compile for operands of these forms, then sizes, then constants."""
     names = kernel.arg_names
+    pdl = build.pdl and "PDL" in names and target.arch // 10 == 9  # measured on Hopper alone
+    if "PDL" in names:
+        constants = {**constants, "PDL": pdl}
     signature = dict(zip(names, forms, strict=False))
-    # Sizes keep their values out of the code, but a power of two that divides them is worth knowing: it makes
-    # accesses wide.
-    signature |= {name: "i32" if -(2**31) <= size < 2**31 else "i64" for name, size in sizes.items()}
-    # A kernel that says where it takes over may come while the one before it still runs, on Hopper, where it was seen.
-    early = build.early and "EARLY" in names and target.arch // 10 == 9
-    if "EARLY" in names:
-        constants = {**constants, "EARLY": early}
+    signature |= {name: _each(_size_form, size) for name, size in sizes.items()}
     signature |= dict.fromkeys(constants, "constexpr")
-    values = {(names.index(name),): value for name, value in constants.items()}
-    values |= {(i,): None for i, form in enumerate(forms) if form == "constexpr"}
-    divisible = {(i,): ALIGNMENT for i, form in enumerate(forms) if aligned and form.startswith("*")}
-    divisible |= {(names.index(name),): size & -size for name, size in sizes.items() if size > 1 and not size & 1}
-    attributes = {path: [["tt.divisibility", min(by, ALIGNMENT)]] for path, by in divisible.items()}
+    values: dict[tuple[int, ...], object] = {(names.index(name),): value for name, value in constants.items()}
+    divisible = {}
+    for i, form in enumerate(forms):
+        for path, one in _paths(i, form):
+            if one == "constexpr":
+                values[path] = None
+            elif aligned and one.startswith("*"):
+                divisible[path] = ALIGNMENT
+    # The values of sizes stay out of the code, but a power of two that divides one makes accesses wide.
+    for name, size in sizes.items():
+        for path, value in _paths(names.index(name), size):
+            if value > 1 and not value & 1:
+                divisible[path] = min(value & -value, ALIGNMENT)
+    attributes = {path: [["tt.divisibility", by]] for path, by in divisible.items()}
     source = ASTSource(kernel, signature, values, attributes)
-    options = {"num_warps": build.warps, "enable_fp_fusion": False, "launch_pdl": early}
+    options = {"num_warps": build.warps, "enable_fp_fusion": False, "launch_pdl": pdl}
     options |= {"maxnreg": build.registers} if build.registers else {}
     options |= {} if build.stages is None else {"num_stages": build.stages}
     return triton.compile(source, target=target, options=options)
+
+
+def _paths(i: int, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """Triton's path of parameter i, or of each member of a group, with its value."""
+    if isinstance(value, tuple):
+        yield from (((i, j), each) for j, each in enumerate(value))
+    else:
+        yield (i,), value
+
+
+def _each(function: Callable[[Any], Any], value: Any) -> Any:
+    """The function of a value, or of each member of a group."""
+    return type(value)(*map(function, value)) if isinstance(value, tuple) else function(value)
+
+
+def _size_form(size: int) -> str:
+    return "i32" if -(2**31) <= size < 2**31 else "i64"
+
+
+def _flat(values: Sequence[Any]) -> list[Any]:
+    return [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
 
 
 _FOUR_WARPS = Build()
@@ -184,41 +221,42 @@ class Step:
         self,
         kernel: Any,
         programs: int,
-        sizes: Mapping[str, int],
+        sizes: Sizes,
         constants: Mapping[str, object],
         device: torch.device,
         build: Build = _FOUR_WARPS,
         unaligned: Mapping[str, object] | None = None,
     ) -> None:
-        """`unaligned` are the constants that are others where an operand is not aligned for vectors."""
+        """`unaligned` are the constants that differ where an operand is not aligned for vectors."""
         self.kernel, self.programs, self.device, self.build = kernel, programs, device, build
         self.sizes, self.constants = dict(sizes), dict(constants)
         self.unaligned = self.constants | dict(unaligned or {})
 
-    def bound(self, *sources: Source) -> Launch:
+    def bound(self, *sources: Source | Group) -> Launch:
         """The launch whose arguments come from these sources."""
+        named = Sources(sources, self.kernel.arg_names)
         if not INTERPRETING:
-            return launching(self.device, sources, self._prepare)
+            return launching(self.device, named.flat, lambda values, aligned: self._prepare(named, values, aligned))
 
         def interpret(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-            arguments = map(_as_integer, pick(sources, operands, workspace), self.kernel.arg_names)
-            self.kernel[(self.programs,)](*arguments, *self.sizes.values(), **self.constants)
+            values = list(map(_as_integer, pick(named.flat, operands, workspace), named.names))
+            self.kernel[(self.programs,)](*named.grouped(values), *self.sizes.values(), **self.constants)
 
         return interpret
 
-    def _prepare(self, arguments: list[Value], aligned: bool) -> _host.Kernel:
-        forms = list(map(_form, arguments, self.kernel.arg_names))
+    def _prepare(self, sources: Sources, arguments: list[Value], aligned: bool) -> _host.Kernel:
+        forms = list(map(_form, arguments, sources.names))
         target = triton.runtime.driver.active.get_current_target()
         constants = self.constants if aligned else self.unaligned
-        build = replace(self.build, early=self.build.early and _driver().version >= EARLY_IN_GRAPHS)
-        compiled = compile_kernel(self.kernel, forms, self.sizes, constants, build, target, aligned)
+        build = replace(self.build, pdl=self.build.pdl and _driver().version >= PDL_IN_GRAPHS)
+        compiled = compile_kernel(self.kernel, sources.grouped(forms), self.sizes, constants, build, target, aligned)
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):
             if form.startswith("*"):
                 kernel.address(i)
             elif form != "constexpr":
                 kernel.number(i, "i32" if form == "i32" else "f64")
-        return finish_parameters(kernel, *self.sizes.values())
+        return finish_parameters(kernel, *_flat(list(self.sizes.values())))
 
 
 def _form(value: Value, name: str) -> str:
@@ -226,14 +264,14 @@ def _form(value: Value, name: str) -> str:
         return "constexpr"
     if isinstance(value, Tensor):
         return POINTERS[value.dtype]
-    return "i32" if name in _INTEGERS else "i64"
+    return "i32" if name == _INTEGER else "i64"
 
 
 def _as_integer(value: Value, name: str) -> Value:
     """An argument as the interpreter takes it."""
     if value is None or isinstance(value, Tensor):
         return value
-    if name in _INTEGERS:
+    if name == _INTEGER:
         return int(value)
     bits: int = struct.unpack("<q", struct.pack("<d", float(value)))[0]
     return bits

@@ -1,4 +1,4 @@
-"""Kernels that follow each other closely: the next one comes to the multiprocessors while the one before still runs."""
+"""Programmatic dependent launch (PDL): a kernel is launched while the kernel before it in the stream still runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def take_over(EARLY: tl.constexpr):
-    """What a kernel does before it touches memory, to read or to write.
+def wait_for_previous(PDL: tl.constexpr):
+    """Called before a kernel first touches memory, to read or to write.
 
-    EARLY where it is launched before the one in front of it has ended: waits for that end, and so for all that came
-    before. Then the next kernel may come too, as room gets free; it waits in its turn, here or to be launched at all.
+    With PDL, waits until the previous kernel has ended, and with it all that came before. Then lets the next kernel
+    start as multiprocessors become free; it waits in its turn, here or to be launched at all.
     """
-    if EARLY:
+    if PDL:
         gdc_wait()
         gdc_launch_dependents()

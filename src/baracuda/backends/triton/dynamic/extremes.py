@@ -1,25 +1,35 @@
 """The smallest and largest of what a program has read: exact, so in any order and as narrow as it was stored.
 
-A program reads PARTS tiles of [LINES, COLS], kept as pairs of pairs of tiles. A thread has the same place in all of
+A program reads parts, tiles of [lines, columns], kept as pairs of pairs of tiles. A thread has the same place in all of
 them, so they are compared first: 16-bit floats two at a time, before anything is widened or sent to another thread.
 A tile has one vector for each thread, no more, so that loads and stores agree on which thread has what.
+
+The constant TILE is the `tune.Tile` of a kernel. The next part lies to the right of a tile, or with STRIDED below it.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
-# ruff: noqa: RET505, PLR1714
+# ruff: noqa: RET505
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..numerics.conversions import INF, INTERPRETED, larger, largest, smaller, smallest, widen
+from ..numerics.comparisons import comparable, compared, higher, largest, lower, smallest
+from ..numerics.conversions import INF, INTERPRETED, nan_where, widen
 
 
-@triton.jit
-def two_at_a_time(a, b, BF16: tl.constexpr, F16: tl.constexpr):
-    """A PTX instruction on pairs of 16-bit floats, neighbours in a register as they were loaded."""
-    asm: tl.constexpr = BF16 if a.dtype == tl.bfloat16 else F16
-    return tl.inline_asm_elementwise(asm, "=r,r,r", [a, b], a.dtype, is_pure=True, pack=2)
+class Region(NamedTuple):
+    """Where a tile lies: the offsets at which its lines start, its first column, its lines, how many of them exist and
+    how wide they are, and the offset of the part below it."""
+
+    start: Any
+    column: Any
+    line: Any
+    lines: Any
+    width: Any
+    stride: Any
 
 
 @triton.jit
@@ -29,111 +39,64 @@ def stored(x):
 
 
 @triton.jit
-def comparable(x, SYMMETRIC: tl.constexpr):
-    """What is compared across threads: of f64 integers in the same order, NaN outside of all numbers, as a maximum of
-    f64 takes many instructions. A symmetric range is one of magnitudes."""
-    if x.dtype == tl.float64:
-        bits = x.to(tl.int64, bitcast=True)
-        magnitude: tl.constexpr = 0x7FFFFFFFFFFFFFFF
-        return bits & magnitude if SYMMETRIC else bits ^ ((bits >> 63) & magnitude)
-    elif x.dtype == tl.float32:
-        return tl.abs(x) if SYMMETRIC else x
-    elif SYMMETRIC:
-        return two_at_a_time(x, x, "abs.bf16x2 $0, $1;", "abs.f16x2 $0, $1;")
-    else:
-        return x
+def further(region, STEPS: tl.constexpr, STRIDED: tl.constexpr, TILE: tl.constexpr):
+    """The region of the part so many steps on."""
+    along: tl.constexpr = 0 if STRIDED else TILE.columns
+    down: tl.constexpr = TILE.lines if STRIDED else 0
+    return Region(
+        start=region.start + STEPS * region.stride,
+        column=region.column + STEPS * along,
+        line=region.line + STEPS * down,
+        lines=region.lines,
+        width=region.width,
+        stride=region.stride,
+    )
 
 
 @triton.jit
-def number(x, SYMMETRIC: tl.constexpr):
-    """The number behind what was compared, in the math type."""
-    if x.dtype == tl.int64:
-        return (x if SYMMETRIC else x ^ ((x >> 63) & 0x7FFFFFFFFFFFFFFF)).to(tl.float64, bitcast=True)
-    else:
-        return widen(x, False)
+def columns_of(region, TILE: tl.constexpr):
+    """(offsets of its elements, which of them exist)."""
+    columns = region.column + tl.arange(0, TILE.columns)[None, :]
+    return region.start + columns, (region.line < region.lines) & (columns < region.width)
 
 
 @triton.jit
-def higher(a, b):
-    """The larger of what `comparable` gave, or NaN; of f64 as they are any number in its place."""
-    if a.dtype == tl.bfloat16 or a.dtype == tl.float16:
-        return two_at_a_time(a, b, "max.NaN.bf16x2 $0, $1, $2;", "max.NaN.f16x2 $0, $1, $2;")
-    elif a.dtype == tl.float64:
-        return tl.where(a > b, a, b)
-    else:
-        return larger(a, b)
-
-
-@triton.jit
-def lower(a, b):
-    """The smaller of what `comparable` gave, or NaN; of f64 as they are any number in its place."""
-    if a.dtype == tl.bfloat16 or a.dtype == tl.float16:
-        return two_at_a_time(a, b, "min.NaN.bf16x2 $0, $1, $2;", "min.NaN.f16x2 $0, $1, $2;")
-    elif a.dtype == tl.float64:
-        return tl.where(a < b, a, b)
-    else:
-        return smaller(a, b)
-
-
-@triton.jit
-def further(place, STEPS: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr):
-    """The place of the tile so many steps of ALONG columns and DOWN lines, `stride` elements, away.
-
-    A place is where a tile's lines start, its first column, its lines, how many of them there are and how wide, and
-    that stride.
-    """
-    start, column, line, lines, width, stride = place
-    return start + STEPS * stride, column + STEPS * ALONG, line + STEPS * DOWN, lines, width, stride
-
-
-@triton.jit
-def columns_of(place, COLS: tl.constexpr):
-    """(offsets of its elements, which are there)."""
-    start, column, line, lines, width, _ = place
-    columns = column + tl.arange(0, COLS)[None, :]
-    return start + columns, (line < lines) & (columns < width)
-
-
-@triton.jit
-def load_parts(
-    x_ptr, place, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
-    COLS: tl.constexpr,
-):  # fmt: skip
-    """PARTS tiles from a place on; what is not there is 0."""
+def load_parts(x_ptr, region, STRIDED: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
+    """PARTS tiles from a region on; what does not exist is 0."""
     if PARTS == 1:
-        offsets, mask = columns_of(place, COLS)
+        offsets, mask = columns_of(region, TILE)
         return tl.load(x_ptr + offsets, mask=mask if MASKED else None, other=0.0 if MASKED else None)
     else:
         half: tl.constexpr = PARTS // 2
-        near = load_parts(x_ptr, place, ALONG, DOWN, MASKED, half, COLS)
-        far = load_parts(x_ptr, further(place, half, ALONG, DOWN), ALONG, DOWN, MASKED, half, COLS)
+        near = load_parts(x_ptr, region, STRIDED, MASKED, half, TILE)
+        far = load_parts(x_ptr, further(region, half, STRIDED, TILE), STRIDED, MASKED, half, TILE)
         return near, far
 
 
 @triton.jit
 def extreme(
-    parts, place, HIGH: tl.constexpr, SYMMETRIC: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr,
-    MASKED: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr,
+    parts, region, HIGH: tl.constexpr, SYMMETRIC: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The highest or lowest of all parts, [LINES, COLS]. What is not there changes no maximum of magnitudes."""
+    """The highest or lowest of all parts, [lines, columns]. What does not exist changes no maximum of magnitudes."""
     if PARTS == 1:
         x = stored(parts)
         if MASKED and not SYMMETRIC:
-            _, mask = columns_of(place, COLS)
+            _, mask = columns_of(region, TILE)
             x = tl.where(mask, x, -INF if HIGH else INF).to(x.dtype)
         # Signed f64 are compared as they are, which is short where NaN need not be kept: `extremes` sees to it.
         return x if x.dtype == tl.float64 and not SYMMETRIC else comparable(x, SYMMETRIC)
     else:
         half: tl.constexpr = PARTS // 2
-        there = further(place, half, ALONG, DOWN)
-        a = extreme(parts[0], place, HIGH, SYMMETRIC, ALONG, DOWN, MASKED, half, COLS)
-        b = extreme(parts[1], there, HIGH, SYMMETRIC, ALONG, DOWN, MASKED, half, COLS)
+        there = further(region, half, STRIDED, TILE)
+        a = extreme(parts[0], region, HIGH, SYMMETRIC, STRIDED, MASKED, half, TILE)
+        b = extreme(parts[1], there, HIGH, SYMMETRIC, STRIDED, MASKED, half, TILE)
         return higher(a, b) if HIGH else lower(a, b)
 
 
 @triton.jit
 def any_nan(parts, PARTS: tl.constexpr):
-    """Where one of the parts has a NaN, [LINES, COLS]."""
+    """Where one of the parts has a NaN, [lines, columns]."""
     if PARTS == 1:
         return parts != parts
     else:
@@ -141,36 +104,36 @@ def any_nan(parts, PARTS: tl.constexpr):
 
 
 @triton.jit
-def nothing_yet(dtype: tl.constexpr, SYMMETRIC: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr):
+def nothing_yet(dtype: tl.constexpr, SYMMETRIC: tl.constexpr, TILE: tl.constexpr):
     """(lows, highs) before anything was seen."""
+    LINES: tl.constexpr = TILE.lines
+    COLS: tl.constexpr = TILE.columns
     kept: tl.constexpr = tl.float32 if INTERPRETED and dtype != tl.float64 else dtype
     lows, highs = tl.full([LINES, COLS], INF, kept), tl.full([LINES, COLS], 0.0 if SYMMETRIC else -INF, kept)
     return comparable(lows, SYMMETRIC), comparable(highs, SYMMETRIC)
 
 
 @triton.jit
-def extremes(
-    parts, place, SYMMETRIC: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
-    PARTS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
+def extremes(parts, region, SYMMETRIC: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr):
     """(lows, highs) of all parts; symmetric ranges have no low end."""
-    highs = extreme(parts, place, True, SYMMETRIC, ALONG, DOWN, MASKED, PARTS, COLS)
+    PARTS: tl.constexpr = TILE.parts
+    highs = extreme(parts, region, True, SYMMETRIC, STRIDED, MASKED, PARTS, TILE)
     lows = highs
     if not SYMMETRIC:
-        lows = extreme(parts, place, False, SYMMETRIC, ALONG, DOWN, MASKED, PARTS, COLS)
+        lows = extreme(parts, region, False, SYMMETRIC, STRIDED, MASKED, PARTS, TILE)
         if lows.dtype == tl.float64:
-            highs = tl.where(any_nan(parts, PARTS), float("nan"), highs)
+            highs = nan_where(any_nan(parts, PARTS), highs)
             lows, highs = comparable(lows, SYMMETRIC), comparable(highs, SYMMETRIC)
     return lows, highs
 
 
 @triton.jit
 def wider(
-    lows, highs, parts, place, SYMMETRIC: tl.constexpr, ALONG: tl.constexpr, DOWN: tl.constexpr, MASKED: tl.constexpr,
-    PARTS: tl.constexpr, COLS: tl.constexpr,
+    lows, highs, parts, region, SYMMETRIC: tl.constexpr, STRIDED: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """(lows, highs) with the parts seen too."""
-    low, high = extremes(parts, place, SYMMETRIC, ALONG, DOWN, MASKED, PARTS, COLS)
+    low, high = extremes(parts, region, SYMMETRIC, STRIDED, MASKED, TILE)
     return lows if SYMMETRIC else lower(lows, low), higher(highs, high)
 
 
@@ -179,6 +142,6 @@ def span_of(lows, highs, axis: tl.constexpr, SYMMETRIC: tl.constexpr):
     """(low, high) along an axis, in the math type; symmetric: twice the largest magnitude."""
     if highs.dtype == tl.float16:  # its maximum with NaN takes more instructions than to widen it
         lows, highs = widen(lows, False), widen(highs, False)
-    high = number(largest(highs, axis), SYMMETRIC)
-    low = high if SYMMETRIC else number(smallest(lows, axis), SYMMETRIC)
+    high = compared(largest(highs, axis), SYMMETRIC)
+    low = high if SYMMETRIC else compared(smallest(lows, axis), SYMMETRIC)
     return low, high

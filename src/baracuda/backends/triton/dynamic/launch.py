@@ -10,24 +10,28 @@ import torch
 from ....core.problem import Problem
 from ....core.types import DynamicRangeMode, ElementKind, QuantizeKind
 from ...registry import Launch
-from ..elementwise import tune
+from .. import tune as common
+from ..elementwise.kernels import one_by_one
 from ..elementwise.launch import (
-    arithmetic,
-    blocks_of,
     bound_forward,
-    division,
     elementwise_step,
     mask,
     packed,
     pairs_line_up,
+    quantizer,
     tiled,
     together,
     wide,
 )
-from ..elementwise.tune import Schedule, power_of_two
 from ..launch import Build, Step, in_turn
+from ..numerics.indices import split_by
+from ..numerics.packing import Storage
+from ..numerics.qparams import Range
 from ..sources import Part, Source
-from . import kernels as ranges
+from ..tune import Tile, blocks_of, power_of_two
+from . import kernels, tune
+from .kernels import Dynamic, Scan
+from .tune import Schedule
 
 _OUT = {QuantizeKind.CHOOSE_QPARAMS: tune.Out.SCALES, QuantizeKind.DYNAMIC_FAKE_QUANTIZE: tune.Out.FLOATS}
 _ONE_KERNEL = (Schedule.ROWS, Schedule.LONG_ROWS, Schedule.BLOCKS)
@@ -65,23 +69,23 @@ def spares(problem: Problem, device: torch.device) -> tuple[str, ...]:
     return ("scale_out", "zero_point_out") if in_one else ()
 
 
-def range_config(problem: Problem, device: torch.device) -> tune.Range:
-    processors, out = tune.processors_of(device), _OUT.get(problem.op, tune.Out.INTEGERS)
+def range_config(problem: Problem, device: torch.device) -> tune.Config:
+    processors, out = common.processors_of(device), _OUT.get(problem.op, tune.Out.INTEGERS)
     return tune.dynamic(problem.view, problem.element.dtype.itemsize, processors, out=out)
 
 
-def _partials(problem: Problem, config: tune.Range) -> int:
+def _partials(problem: Problem, config: tune.Config) -> int:
     return config.chunks * problem.view.segments
 
 
-def _one_kernel(problem: Problem, config: tune.Range, device: torch.device, sources: Sources) -> Launch:
+def _one_kernel(problem: Problem, config: tune.Config, device: torch.device, sources: Sources) -> Launch:
     # Where packed pairs do not line up, the kernel finds the scales and another one writes.
     apart = bool(_packed(problem)) and not pairs_line_up(problem)
     whole = whole_step(problem, config, device).bound(*sources[:3], None if apart else sources[3])
     return in_turn(whole, *_then_quantize(problem, device, sources)) if apart else whole
 
 
-def _two_stages(problem: Problem, config: tune.Range, device: torch.device, sources: Sources, start: int) -> Launch:
+def _two_stages(problem: Problem, config: tune.Config, device: torch.device, sources: Sources, start: int) -> Launch:
     x, scale, zero_point, _ = sources
     low = high = None
     first: list[Launch] = []
@@ -95,66 +99,63 @@ def _two_stages(problem: Problem, config: tune.Range, device: torch.device, sour
     return in_turn(*first, last, *_then_quantize(problem, device, sources))
 
 
-def whole_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+def whole_step(problem: Problem, config: tune.Config, device: torch.device) -> Step:
     """The kernel that holds or re-reads whole segments."""
-    view, tile = problem.view, config.tile
-    constants = _dynamic(problem) | {"PACKED": _packed(problem), "WIDE": wide(problem)}
-    pairs = bool(constants["PACKED"])
-    alone = problem.mode is DynamicRangeMode.SYMMETRIC and not pairs
-    constants |= {"BOUNDS": _bounds(problem), "EACH": 1 if alone else together(problem, tile, pairs)}
-    constants |= {"PARTS": tile.parts, "LINES": tile.lines, "COLS": tile.columns}
-    across, sizes = tile.parts * tile.columns, {"lines": view.rows, "width": view.run}
+    view, tile, pairs = problem.view, config.tile, _packed(problem)
+    across = tile.parts * tile.columns
+    sizes: dict[str, Any] = {"lines": view.rows, "width": view.run}
     if config.schedule is Schedule.BLOCKS:
         blocks = blocks_of(view.inner, tile.columns)
-        kernel, programs = ranges.blocks, view.rows * blocks
+        kernel, programs = kernels.blocks, view.rows * blocks
         even = view.run == tile.parts * tile.lines and view.inner % tile.columns == 0
-        sizes = {"run": view.run, "inner": view.inner, **division(blocks)}
+        sizes = {"run": view.run, "inner": view.inner, "blocks": split_by(blocks)}
     elif config.schedule is Schedule.ROWS:
-        kernel, programs = ranges.rows, blocks_of(view.rows, tile.lines)
+        kernel, programs = kernels.rows, blocks_of(view.rows, tile.lines)
         even = view.run == across and view.rows % tile.lines == 0
     else:
-        kernel, programs = ranges.long_rows, view.rows
+        kernel, programs = kernels.long_rows, view.rows
         even = view.run % across == 0
-    constants |= {"MASK": mask(even)}
-    return tiled(kernel, programs, sizes, constants, tile, problem, device)
+    # Bytes with no zero point to add are as fast one by one.
+    alone = problem.mode is DynamicRangeMode.SYMMETRIC and not pairs
+    storage = Storage(pairs, 1 if alone else together(problem, tile, bool(pairs)))
+    spec = Dynamic(_range(problem), quantizer(problem), storage, _bounds(problem))
+    constants = {"SCAN": Scan(tile, mask(even), wide(problem)), "SPEC": spec}
+    unaligned = {"SPEC": spec._replace(storage=one_by_one(storage))}
+    return tiled(kernel, programs, sizes, constants, tile, problem, device, unaligned=unaligned)
 
 
-def partial_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+def partial_step(problem: Problem, config: tune.Config, device: torch.device) -> Step:
     """The first stage: the range of every chunk of every segment."""
     view, tile = problem.view, config.tile
-    constants = {
-        "SYMMETRIC": problem.mode is DynamicRangeMode.SYMMETRIC,
-        "WIDE": wide(problem),
-        "PARTS": tile.parts,
-        "LINES": tile.lines,
-        "COLS": tile.columns,
-    }
+    symmetric = problem.mode is DynamicRangeMode.SYMMETRIC
     if config.schedule is Schedule.PARTIAL_COLUMNS:
         blocks = blocks_of(view.inner, tile.columns)
         lines = tile.parts * tile.lines
         span = blocks_of(blocks_of(view.run, config.chunks), lines) * lines
-        constants |= {"MASK": mask(view.inner % tile.columns == 0 and view.run % lines == 0)}
+        scan = Scan(tile, mask(view.inner % tile.columns == 0 and view.run % lines == 0), wide(problem))
         sizes = {"rows": view.rows, "run": view.run, "inner": view.inner, "column_blocks": blocks, "span": span}
         programs = config.chunks * view.rows * blocks
-        # Not early: beside what is left of another kernel they would not spread evenly, and all wait for the last.
-        return Step(ranges.partial_columns, programs, sizes, constants, device, Build(tile.warps, early=False))
-    across = tile.parts * tile.columns
-    blocks = blocks_of(view.run, across)
-    items = blocks_of(view.repeat, tile.lines) * blocks
-    constants |= {"MASK": mask(view.run % across == 0 and view.repeat % tile.lines == 0)}
-    sizes = {"repeat": view.repeat, "rows": view.rows, "run": view.run}
-    sizes |= {"column_blocks": blocks, "items": items, "chunks": config.chunks}
-    return Step(ranges.partial, config.chunks * view.rows, sizes, constants, device, Build(tile.warps))
+        # Without PDL: beside what is left of another kernel they would not spread evenly, and all wait for the last.
+        kernel, build = kernels.partial_columns, Build(tile.warps, pdl=False)
+    else:
+        across = tile.parts * tile.columns
+        blocks = blocks_of(view.run, across)
+        items = blocks_of(view.repeat, tile.lines) * blocks
+        scan = Scan(tile, mask(view.run % across == 0 and view.repeat % tile.lines == 0), wide(problem))
+        sizes = {"repeat": view.repeat, "rows": view.rows, "run": view.run}
+        sizes |= {"column_blocks": blocks, "items": items, "chunks": config.chunks}
+        kernel, programs, build = kernels.partial, config.chunks * view.rows, Build(tile.warps)
+    return Step(kernel, programs, sizes, {"SYMMETRIC": symmetric, "SCAN": scan}, device, build)
 
 
-def finish_step(problem: Problem, config: tune.Range, device: torch.device) -> Step:
+def finish_step(problem: Problem, config: tune.Config, device: torch.device) -> Step:
     """The second stage: scales and zero points from the chunks' ranges."""
     segments, chunks = problem.view.segments, config.chunks
     across = min(power_of_two(segments), 128)
-    lines = min(power_of_two(max(chunks, 1)), 2048 // across)
-    constants = _dynamic(problem) | {"LINES": lines, "COLS": across}
+    tile = Tile(min(power_of_two(max(chunks, 1)), 2048 // across), across, 4)
+    constants = {"RANGE": _range(problem), "QUANTIZER": quantizer(problem), "TILE": tile}
     sizes = {"chunks": chunks, "segments": segments}
-    return Step(ranges.finish, blocks_of(segments, across), sizes, constants, device)
+    return Step(kernels.finish, blocks_of(segments, across), sizes, constants, device)
 
 
 def _then_quantize(problem: Problem, device: torch.device, sources: Sources) -> list[Launch]:
@@ -172,8 +173,8 @@ def _bounds(problem: Problem) -> int:
     symmetric = problem.mode is DynamicRangeMode.SYMMETRIC
     floats, exact = problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE, problem.scale_element is ElementKind.F32
     if problem.element is ElementKind.F64 or (floats and not symmetric) or (symmetric and not exact):
-        return int(ranges.BOTH.value)
-    return int((ranges.LOW if symmetric else ranges.OF_THE_INTEGER).value)
+        return int(kernels.BOTH.value)
+    return int((kernels.LOW if symmetric else kernels.OF_THE_INTEGER).value)
 
 
 def _packed(problem: Problem) -> int:
@@ -181,9 +182,6 @@ def _packed(problem: Problem) -> int:
     return 0 if problem.op is QuantizeKind.DYNAMIC_FAKE_QUANTIZE else packed(problem)
 
 
-def _dynamic(problem: Problem) -> dict[str, Any]:
-    return arithmetic(problem) | {
-        "SYMMETRIC": problem.mode is DynamicRangeMode.SYMMETRIC,
-        "INCLUDE_ZERO": problem.include_zero,
-        "SMALLEST": problem.scale_element.smallest_scale,
-    }
+def _range(problem: Problem) -> Range:
+    symmetric = problem.mode is DynamicRangeMode.SYMMETRIC
+    return Range(symmetric, problem.include_zero, problem.scale_element.smallest_scale)

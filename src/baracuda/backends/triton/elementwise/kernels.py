@@ -1,4 +1,4 @@
-"""The elementwise kernels: one body for six ops, three ways to walk over a view.
+"""The elementwise kernels: one formula for six ops, three ways to walk over a view.
 
 `dense` walks lines that share one scale each, `columns` lines whose every column has its own (strided segments), and
 `scattered` the bytes of packed tensors whose pairs do not line up with either.
@@ -8,17 +8,21 @@
 # ruff: noqa: RET505, PLR1714, SIM109
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..numerics.conversions import as_offset, load_scale, load_zero_point, loop_bound, narrow, split_index, widen
-from ..numerics.division import divide_gradient, exact_divide, invert, prepare
-from ..numerics.packing import SIGNED_PAIRS, lanes, nibble, store_quantized, unpack_pairs
+from ..numerics.conversions import load_scale, load_zero_point, narrow, quiet, to_float, widen
+from ..numerics.division import divide_gradient, divisor_of, exact_divide, prepare
+from ..numerics.indices import Place, as_offset, columns_at, loop_bound, split_index
+from ..numerics.packing import Storage, is_signed, load_pairs, nibble_at, nibble_bits, store_quantized
 from ..numerics.rounding import (
     FAR,
     PLAIN,
+    Quantizer,
     awkward,
-    bounds,
+    bounds_of,
     in_range,
     quantize_steps,
     step_bits,
@@ -26,7 +30,8 @@ from ..numerics.rounding import (
     step_rest,
     step_value,
 )
-from ..pdl import take_over
+from ..pdl import wait_for_previous
+from ..tune import Tile
 
 QUANTIZE = tl.constexpr(0)
 DEQUANTIZE = tl.constexpr(1)
@@ -38,283 +43,298 @@ FAKE_QUANTIZE_BACKWARD = tl.constexpr(5)
 NEVER = tl.constexpr(0)
 EDGES = tl.constexpr(1)
 ALWAYS = tl.constexpr(2)
+#: Which scale a line has: the only one; its own; that of the line modulo the number of rows.
+ONE_SCALE = tl.constexpr(0)
+SCALE_PER_LINE = tl.constexpr(1)
+SCALES_REPEAT = tl.constexpr(2)
+
+
+class Elementwise(NamedTuple):
+    """What an elementwise kernel is compiled for: the constant SPEC."""
+
+    op: int
+    quantizer: Quantizer
+    storage: Storage
+    tile: Tile
+    #: NEVER, EDGES or ALWAYS.
+    mask: int = 0
+    #: ONE_SCALE, SCALE_PER_LINE or SCALES_REPEAT.
+    segment: int = 0
+    #: Programs start at the end of the tensor, which the kernel before has read last and left in the cache.
+    backwards: bool = False
+    #: Offsets take 64 bits.
+    wide: bool = False
+    #: Outputs leave the cache first (`st.global.cs`).
+    stream: bool = False
+    #: Each column has a scale and a zero point of its own.
+    per_column: bool = False
+
+
+class Segment(NamedTuple):
+    """Scales and zero points, in any shape that broadcasts; the zero point may be None."""
+
+    scale: Any
+    zero_point: Any
 
 
 @triton.jit
-def formula(
-    a, dy, scale, zero_point, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr, WAY: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, F64: tl.constexpr,
-):  # fmt: skip
-    """What an op makes of its elements: of a quantization the bits of the step. `a` is x, widened, or an int32 q.
+def formula(a, dy, segment, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, WAY: tl.constexpr, SPEC: tl.constexpr):
+    """What an op makes of its elements; a quantization gives the bits of the step. `a` is x, widened, or an int32 q.
 
-    Scale and zero point have any shape that broadcasts, so that what depends on them alone is done once."""
+    MAY_BE_NAN is about the scale: one that is a number is not NaN. What depends on the scale and the zero point alone
+    is worked out once for all elements that share them.
+    """
+    OP: tl.constexpr = SPEC.op
+    F64: tl.constexpr = SPEC.quantizer.f64
+    RECIPROCAL: tl.constexpr = SPEC.quantizer.reciprocal
+    scale = segment.scale
     if OP == DEQUANTIZE:
-        q = a - zero_point if HAS_ZP else a
-        return narrow(q.to(tl.float64 if F64 else tl.float32) * scale, dtype, MAY_BE_NAN, True)
+        q = a if segment.zero_point is None else a - segment.zero_point
+        return narrow(to_float(q, F64) * scale, dtype, MAY_BE_NAN, True)
     elif OP == DEQUANTIZE_BACKWARD:
         return narrow(dy * scale, dtype, True, True)
     else:
         plain: tl.constexpr = WAY == PLAIN and not RECIPROCAL
-        if plain:
-            divisor, reciprocal, factor = scale, invert(scale, F64), scale
-        else:
-            divisor, reciprocal, factor = prepare(scale, RECIPROCAL, F64)
-        low, high, shift = bounds(zero_point, HAS_ZP, Q_MIN, Q_MAX, F64)
+        divisor = divisor_of(scale, F64) if plain else prepare(scale, RECIPROCAL, F64)
+        bounds = bounds_of(segment.zero_point, SPEC.quantizer)
         if OP == QUANTIZE:
-            step = quantize_steps(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
-            return step_bits(step, F64)
+            return step_bits(quantize_steps(a, divisor, bounds, RECIPROCAL, WAY, F64), F64)
         elif OP == FAKE_QUANTIZE:
-            step = quantize_steps(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
-            return narrow(step_value(step, shift, F64) * scale, dtype, MAY_BE_NAN and not plain, True)
+            step = quantize_steps(a, divisor, bounds, RECIPROCAL, WAY, F64)
+            return narrow(step_value(step, bounds, F64) * scale, dtype, MAY_BE_NAN and not plain, True)
         else:
-            passes = in_range(a, divisor, reciprocal, factor, low, high, shift, RECIPROCAL, WAY, F64)
+            passes = in_range(a, divisor, bounds, RECIPROCAL, WAY, F64)
             if OP == FAKE_QUANTIZE_BACKWARD:
                 # The compiler may undo f16's way there and back, and then a NaN would keep sign and payload.
-                grad = tl.where(dy == dy, dy, float("nan")) if dtype == tl.float16 else dy
+                grad = quiet(dy) if dtype == tl.float16 else dy
             elif RECIPROCAL:
-                grad = dy * reciprocal
+                grad = dy * divisor.reciprocal
             elif plain:
-                grad = divide_gradient(dy, divisor, reciprocal, F64)
+                grad = divide_gradient(dy, divisor, F64)
             else:
                 grad = exact_divide(dy, scale, F64)
             return narrow(tl.where(passes, grad, 0.0), dtype, True)
 
 
 @triton.constexpr_function
-def divides(op: int, reciprocal: bool) -> bool:
-    """Whether an awkward scale or zero point asks for `quantize_steps`' other way."""
-    return not reciprocal and op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
+def divides(spec: Elementwise) -> bool:
+    """Whether an `awkward` scale or zero point asks for `quantize_steps`' FAR way."""
+    return not spec.quantizer.reciprocal and spec.op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
 
 
 @triton.jit
-def load_tile(
-    a_ptr, dy_ptr, start, column, width, valid, MASKED: tl.constexpr, OP: tl.constexpr, PACKED: tl.constexpr,
-    F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """(x or q, dy): lines that begin at `start`, columns from `column` on; of an op that reads one, that one twice.
+def next_columns(place, COUNT: tl.constexpr):
+    """The place so many columns to the right."""
+    return Place(start=place.start, column=place.column + COUNT, width=place.width, valid=place.valid)
 
-    In the math type or as int32; more than one part, COLS columns from the next, as pairs of pairs. Packed pairs never
-    straddle lines here, so the packed side has the same lines of half the length.
+
+@triton.jit
+def load_tile(a_ptr, dy_ptr, place, MASKED: tl.constexpr, PARTS: tl.constexpr, SPEC: tl.constexpr):
+    """(x or q, dy) in the math type or as int32; of an op that reads only one of them, that one twice.
+
+    More than one part, each a tile's columns further to the right, come as pairs of pairs.
     """
+    OP: tl.constexpr = SPEC.op
+    COLS: tl.constexpr = SPEC.tile.columns
+    VECTOR: tl.constexpr = SPEC.tile.vector
+    F64: tl.constexpr = SPEC.quantizer.f64
     if PARTS > 1:
         half: tl.constexpr = PARTS // 2
-        further = column + half * COLS
-        near = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, half, COLS, VECTOR)
-        far = load_tile(a_ptr, dy_ptr, start, further, width, valid, MASKED, OP, PACKED, F64, half, COLS, VECTOR)
+        further = next_columns(place, half * COLS)
+        near = load_tile(a_ptr, dy_ptr, place, MASKED, half, SPEC)
+        far = load_tile(a_ptr, dy_ptr, further, MASKED, half, SPEC)
         return near, far
     else:
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        mask = valid & (columns < width) if MASKED else None
-        if OP == DEQUANTIZE and PACKED:
-            pairs = column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
-            pair_mask = valid & (pairs < width // 2) if MASKED else None
-            a = unpack_pairs(tl.load(a_ptr + start // 2 + pairs, mask=pair_mask), PACKED == SIGNED_PAIRS)
+        columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+        if OP == DEQUANTIZE and SPEC.storage.packed:
+            a = load_pairs(a_ptr, place, MASKED, is_signed(SPEC.storage.packed), COLS, VECTOR)
         elif OP == DEQUANTIZE:
-            a = tl.load(a_ptr + start + columns, mask=mask).to(tl.int32)
+            a = tl.load(a_ptr + place.start + columns, mask=mask).to(tl.int32)
         elif OP == DEQUANTIZE_BACKWARD:
-            a = widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+            a = widen(tl.load(dy_ptr + place.start + columns, mask=mask), F64)
         else:
-            a = widen(tl.load(a_ptr + start + columns, mask=mask), F64)
+            a = widen(tl.load(a_ptr + place.start + columns, mask=mask), F64)
         if OP == FAKE_QUANTIZE_BACKWARD or OP == QUANTIZE_BACKWARD:
-            return a, widen(tl.load(dy_ptr + start + columns, mask=mask), F64)
+            return a, widen(tl.load(dy_ptr + place.start + columns, mask=mask), F64)
         else:
             return a, a
 
 
 @triton.jit
 def finish_tile(
-    tile, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr, WAY: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-    STREAM: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    tile, out_ptr, segment, place, MAY_BE_NAN: tl.constexpr, MASKED: tl.constexpr, WAY: tl.constexpr,
+    PARTS: tl.constexpr, SPEC: tl.constexpr,
 ):  # fmt: skip
     """Compute and store what was loaded."""
+    COLS: tl.constexpr = SPEC.tile.columns
+    VECTOR: tl.constexpr = SPEC.tile.vector
     if PARTS > 1:
         half: tl.constexpr = PARTS // 2
-        finish_tile(
-            tile[0], out_ptr, scale, zero_point, start, column, width, valid, MASKED, WAY, MAY_BE_NAN, HAS_ZP,
-            PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, half, COLS, VECTOR,
-        )  # fmt: skip
-        finish_tile(
-            tile[1], out_ptr, scale, zero_point, start, column + half * COLS, width, valid, MASKED, WAY, MAY_BE_NAN,
-            HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, half, COLS, VECTOR,
-        )  # fmt: skip
+        finish_tile(tile[0], out_ptr, segment, place, MAY_BE_NAN, MASKED, WAY, half, SPEC)
+        further = next_columns(place, half * COLS)
+        finish_tile(tile[1], out_ptr, segment, further, MAY_BE_NAN, MASKED, WAY, half, SPEC)
     else:
         a, dy = tile
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
-        y = formula(a, dy, scale, zero_point, dtype, MAY_BE_NAN, HAS_ZP, OP, RECIPROCAL, WAY, Q_MIN, Q_MAX, F64)
-        if OP == QUANTIZE:
-            rest = step_rest(zero_point, F64) if HAS_ZP else 0
-            per_column: tl.constexpr = PER_COLUMN and HAS_ZP and zero_point.type.is_block()
-            each: tl.constexpr = EACH if PACKED or HAS_ZP else 1
-            args = (out_ptr, y, rest, start, column, width, valid)
-            store_quantized(*args, MASKED, PACKED, each, step_lacks(F64), per_column, COLS, VECTOR)
+        y = formula(a, dy, segment, out_ptr.dtype.element_ty, MAY_BE_NAN, WAY, SPEC)
+        if SPEC.op == QUANTIZE:
+            F64: tl.constexpr = SPEC.quantizer.f64
+            has_zp: tl.constexpr = segment.zero_point is not None
+            rest = step_rest(segment.zero_point, F64) if has_zp else 0
+            per_column: tl.constexpr = SPEC.per_column and has_zp and segment.zero_point.type.is_block()
+            # Bytes with no zero point to add are as fast one by one.
+            alone: tl.constexpr = not (SPEC.storage.packed or has_zp)
+            STORAGE: tl.constexpr = one_by_one(SPEC.storage) if alone else SPEC.storage
+            store_quantized(out_ptr, y, rest, place, MASKED, STORAGE, step_lacks(F64), per_column, COLS, VECTOR)
         else:
-            columns = column + lanes(COLS, VECTOR)[None, :]
-            mask = valid & (columns < width) if MASKED else None
-            tl.store(out_ptr + start + columns, y, mask=mask, cache_modifier=".cs" if STREAM else "")
+            columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+            tl.store(out_ptr + place.start + columns, y, mask=mask, cache_modifier=".cs" if SPEC.stream else "")
+
+
+@triton.constexpr_function
+def one_by_one(storage: Storage) -> Storage:
+    """A byte at a time instead of words."""
+    return storage._replace(each=2 if storage.packed else 1)
 
 
 @triton.jit
 def one_tile(
-    a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid, MASKED: tl.constexpr,
-    MAY_BE_NAN: tl.constexpr, HAS_ZP: tl.constexpr, PER_COLUMN: tl.constexpr, OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-    STREAM: tl.constexpr, F64: tl.constexpr, PARTS: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    a_ptr, dy_ptr, out_ptr, segment, place, MAY_BE_NAN: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr,
+    SPEC: tl.constexpr,
 ):  # fmt: skip
-    """A tile with one scale a line, or a column. Loaded first: elements are under way while scales are looked at."""
-    tile = load_tile(a_ptr, dy_ptr, start, column, width, valid, MASKED, OP, PACKED, F64, PARTS, COLS, VECTOR)
-    args = (tile, out_ptr, scale, zero_point, start, column, width, valid)
-    if divides(OP, RECIPROCAL) and awkward(scale, zero_point, HAS_ZP, F64):
-        finish_tile(
-            *args, MASKED, FAR, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64,
-            PARTS, COLS, VECTOR,
-        )  # fmt: skip
+    """Load a tile, then look at its scales while the elements are under way, then compute and store."""
+    tile = load_tile(a_ptr, dy_ptr, place, MASKED, PARTS, SPEC)
+    if divides(SPEC) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
+        finish_tile(tile, out_ptr, segment, place, MAY_BE_NAN, MASKED, FAR, PARTS, SPEC)
     else:
-        finish_tile(
-            *args, MASKED, PLAIN, MAY_BE_NAN, HAS_ZP, PER_COLUMN, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM,
-            F64, PARTS, COLS, VECTOR,
-        )  # fmt: skip
+        finish_tile(tile, out_ptr, segment, place, MAY_BE_NAN, MASKED, PLAIN, PARTS, SPEC)
+
+
+@triton.jit
+def program_in_order(BACKWARDS: tl.constexpr):
+    """This program's place in the order in which the tensor is walked."""
+    program = tl.program_id(0)
+    if BACKWARDS:
+        program = tl.num_programs(0) - 1 - program
+    return program
 
 
 @triton.jit
 def dense(
-    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, rows, blocks, factor, shift, SEGMENT: tl.constexpr,
-    MASK: tl.constexpr, BACKWARDS: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, STREAM: tl.constexpr, F64: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
-    EARLY: tl.constexpr = False,
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, lines, width, rows, blocks, SPEC: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Lines of `width` elements with one scale each: line, line % rows, or the only one."""
-    take_over(EARLY)
-    program = tl.program_id(0)
-    if BACKWARDS:  # what a pass over the same tensor read last is still in the cache
-        program = tl.num_programs(0) - 1 - program
-    above, block = split_index(program, blocks, factor, shift, WIDE)
-    first, column = above * LINES, block * (PARTS * COLS)
+    """Lines of `width` elements with one scale each: see `Elementwise.segment`. `blocks` is a Split."""
+    wait_for_previous(PDL)
+    F64: tl.constexpr = SPEC.quantizer.f64
+    may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
+    LINES: tl.constexpr = SPEC.tile.lines
+    PARTS: tl.constexpr = SPEC.tile.parts
+    across: tl.constexpr = PARTS * SPEC.tile.columns
+    above, block = split_index(program_in_order(SPEC.backwards), blocks, SPEC.wide)
+    first, column = above * LINES, block * across
     if LINES == 1:
         line = first
     else:
         line = first + tl.arange(0, LINES)[:, None]
     valid = line < lines
-    segment = 0 if SEGMENT == 0 else (line if SEGMENT == 1 else line % rows)
-    keep = None if LINES == 1 or SEGMENT == 0 else valid
-    scale = load_scale(scale_ptr, segment, keep, F64)
-    zero_point = load_zero_point(zero_point_ptr, segment, keep)
-    start = line * width
-    may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
-    has_zp: tl.constexpr = zero_point_ptr is not None
-    args = (a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, width, valid)
-    if MASK == NEVER:
-        one_tile(
-            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
-            COLS, VECTOR,
-        )  # fmt: skip
-    elif MASK == ALWAYS:
-        one_tile(
-            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
-            COLS, VECTOR,
-        )  # fmt: skip
-    elif (first + LINES <= lines) & (column + PARTS * COLS <= width):
-        one_tile(
-            *args, False, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
-            COLS, VECTOR,
-        )  # fmt: skip
+    index = 0 if SPEC.segment == ONE_SCALE else (line if SPEC.segment == SCALE_PER_LINE else line % rows)
+    keep = None if LINES == 1 or SPEC.segment == ONE_SCALE else valid
+    segment = Segment(
+        scale=load_scale(scale_ptr, index, keep, F64),
+        zero_point=None if zero_point_ptr is None else load_zero_point(zero_point_ptr, index, keep),
+    )
+    place = Place(start=line * width, column=column, width=width, valid=valid)
+    if SPEC.mask == NEVER:
+        one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, False, PARTS, SPEC)
+    elif SPEC.mask == ALWAYS:
+        one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, True, PARTS, SPEC)
+    elif (first + LINES <= lines) & (column + across <= width):
+        one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, False, PARTS, SPEC)
     else:
-        one_tile(
-            *args, True, may_be_nan, has_zp, False, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, PARTS,
-            COLS, VECTOR,
-        )  # fmt: skip
+        one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, True, PARTS, SPEC)
+
+
+@triton.jit
+def lines_at(top, row, column, run, inner, LINES: tl.constexpr):
+    """The place of a tile's lines from `top` on, in [row, run, inner]."""
+    line = top + tl.arange(0, LINES)[:, None]
+    return Place(start=(row * run + line) * inner, column=column, width=inner, valid=line < run)
 
 
 @triton.jit
 def columns(
-    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, blocks, factor, shift, row_blocks, row_factor,
-    row_shift, BACKWARDS: tl.constexpr, MASK: tl.constexpr, OP: tl.constexpr, RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, STREAM: tl.constexpr,
-    F64: tl.constexpr, WIDE: tl.constexpr, LINES: tl.constexpr, COLS: tl.constexpr, ITERS: tl.constexpr,
-    VECTOR: tl.constexpr, EARLY: tl.constexpr = False,
+    a_ptr, dy_ptr, scale_ptr, zero_point_ptr, out_ptr, run, inner, blocks, row_blocks, SPEC: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """[rows, run, inner] with scales [rows, inner]: a program keeps its columns' scales and walks down the run."""
-    take_over(EARLY)
-    program = tl.program_id(0)
-    if BACKWARDS:
-        program = tl.num_programs(0) - 1 - program
-    above, block = split_index(program, blocks, factor, shift, False)
-    row, row_block = split_index(above, row_blocks, row_factor, row_shift, WIDE)
-    column, first = as_offset(block, WIDE) * COLS, row_block * (LINES * ITERS)
-    index = column + tl.arange(0, COLS)[None, :]
-    keep = None if MASK == NEVER else index < inner
-    scale = load_scale(scale_ptr, row * inner + index, keep, F64)
-    zero_point = load_zero_point(zero_point_ptr, row * inner + index, keep)
+    wait_for_previous(PDL)
+    F64: tl.constexpr = SPEC.quantizer.f64
     may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
-    has_zp: tl.constexpr = zero_point_ptr is not None
+    LINES: tl.constexpr = SPEC.tile.lines
+    COLS: tl.constexpr = SPEC.tile.columns
+    ITERS: tl.constexpr = SPEC.tile.repeats
+    MASKED: tl.constexpr = SPEC.mask != NEVER
+    above, block = split_index(program_in_order(SPEC.backwards), blocks, False)
+    row, row_block = split_index(above, row_blocks, SPEC.wide)
+    column, first = as_offset(block, SPEC.wide) * COLS, row_block * (LINES * ITERS)
+    column_index = column + tl.arange(0, COLS)[None, :]
+    keep = column_index < inner if MASKED else None
+    index = row * inner + column_index
+    segment = Segment(
+        scale=load_scale(scale_ptr, index, keep, F64),
+        zero_point=None if zero_point_ptr is None else load_zero_point(zero_point_ptr, index, keep),
+    )
     end = tl.minimum(first + LINES * ITERS, run)
     if ITERS == 1:
-        line = first + tl.arange(0, LINES)[:, None]
-        start, valid = (row * run + line) * inner, line < run
-        one_tile(
-            a_ptr, dy_ptr, out_ptr, scale, zero_point, start, column, inner, valid, MASK != NEVER, may_be_nan, has_zp,
-            True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, 1, COLS, VECTOR,
-        )  # fmt: skip
-    elif divides(OP, RECIPROCAL) and awkward(scale, zero_point, has_zp, F64):
+        place = lines_at(first, row, column, run, inner, LINES)
+        one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, MASKED, 1, SPEC)
+    elif divides(SPEC) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
         for top in range(loop_bound(first), loop_bound(end), LINES):
-            line = top + tl.arange(0, LINES)[:, None]
-            start, valid = (row * run + line) * inner, line < run
-            tile = load_tile(a_ptr, dy_ptr, start, column, inner, valid, True, OP, PACKED, F64, 1, COLS, VECTOR)
-            args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
-            finish_tile(
-                *args, True, FAR, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH, STREAM, F64, 1,
-                COLS, VECTOR,
-            )  # fmt: skip
+            place = lines_at(top, row, column, run, inner, LINES)
+            tile = load_tile(a_ptr, dy_ptr, place, True, 1, SPEC)
+            finish_tile(tile, out_ptr, segment, place, may_be_nan, True, FAR, 1, SPEC)
     else:
         for top in range(loop_bound(first), loop_bound(end), LINES):
-            line = top + tl.arange(0, LINES)[:, None]
-            start, valid = (row * run + line) * inner, line < run
-            tile = load_tile(
-                a_ptr, dy_ptr, start, column, inner, valid, MASK != NEVER, OP, PACKED, F64, 1, COLS, VECTOR
-            )
-            args = (tile, out_ptr, scale, zero_point, start, column, inner, valid)
-            finish_tile(
-                *args, MASK != NEVER, PLAIN, may_be_nan, has_zp, True, OP, RECIPROCAL, Q_MIN, Q_MAX, PACKED, EACH,
-                STREAM, F64, 1, COLS, VECTOR,
-            )  # fmt: skip
+            place = lines_at(top, row, column, run, inner, LINES)
+            tile = load_tile(a_ptr, dy_ptr, place, MASKED, 1, SPEC)
+            finish_tile(tile, out_ptr, segment, place, may_be_nan, MASKED, PLAIN, 1, SPEC)
 
 
 @triton.jit
 def scattered(
-    a_ptr, scale_ptr, zero_point_ptr, out_ptr, size, axis, rows, run, inner, OP: tl.constexpr,
-    RECIPROCAL: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr,
-    COLS: tl.constexpr, EARLY: tl.constexpr = False,
+    a_ptr, scale_ptr, zero_point_ptr, out_ptr, size, axis, rows, run, inner, SPEC: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Packed quantize and dequantize, a byte a lane, each element finding its own scale: rows of odd length, or
+    """Packed quantize and dequantize, one byte in a lane, each element finding its own scale: rows of odd length, or
     segments that end inside a byte. `axis` is the length of the last axis, `size` the number of bytes."""
-    take_over(EARLY)
+    wait_for_previous(PDL)
+    F64: tl.constexpr = SPEC.quantizer.f64
+    may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
+    COLS: tl.constexpr = SPEC.tile.columns
     byte = tl.program_id(0).to(tl.int64) * COLS + tl.arange(0, COLS)
     pair_length = (axis + 1) // 2
     first = byte // pair_length * axis + byte % pair_length * 2
     inside = byte < size
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    may_be_nan: tl.constexpr = scale_ptr.dtype.is_ptr()
-    has_zp: tl.constexpr = zero_point_ptr is not None
     packed = tl.zeros([COLS], tl.int32)
-    if OP == DEQUANTIZE:
+    if SPEC.op == DEQUANTIZE:
         packed = tl.load(a_ptr + byte, mask=inside, other=0).to(tl.int32)
     for half in tl.static_range(2):
         offset = first + half
         keep = inside & (byte % pair_length * 2 + half < axis)
-        segment = offset // inner // run % rows * inner + offset % inner
-        scale = load_scale(scale_ptr, segment, keep, F64)
-        zero_point = load_zero_point(zero_point_ptr, segment, keep)
-        if OP == DEQUANTIZE:
-            q = nibble(packed >> (4 * half), PACKED == SIGNED_PAIRS)
-            y = formula(q, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
-            tl.store(out_ptr + offset, y, mask=keep)
+        index = offset // inner // run % rows * inner + offset % inner
+        segment = Segment(
+            scale=load_scale(scale_ptr, index, keep, F64),
+            zero_point=None if zero_point_ptr is None else load_zero_point(zero_point_ptr, index, keep),
+        )
+        if SPEC.op == DEQUANTIZE:
+            q = nibble_at(packed, half, is_signed(SPEC.storage.packed))
+            tl.store(out_ptr + offset, formula(q, None, segment, dtype, may_be_nan, FAR, SPEC), mask=keep)
         else:
             x = widen(tl.load(a_ptr + offset, mask=keep, other=0.0), F64)
-            q = formula(x, None, scale, zero_point, dtype, may_be_nan, has_zp, OP, RECIPROCAL, FAR, Q_MIN, Q_MAX, F64)
-            if has_zp:
-                q += step_rest(zero_point, F64)
-            packed |= tl.where(keep, (q & 15) << (4 * half), 0)
-    if OP == QUANTIZE:
+            q = formula(x, None, segment, dtype, may_be_nan, FAR, SPEC)
+            if segment.zero_point is not None:
+                q += step_rest(segment.zero_point, F64)
+            packed |= tl.where(keep, nibble_bits(q, half), 0)
+    if SPEC.op == QUANTIZE:
         tl.store(out_ptr + byte, packed.to(tl.uint8), mask=inside)

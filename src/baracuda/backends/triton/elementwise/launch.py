@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,10 +12,16 @@ from ....core.optable import OPS
 from ....core.problem import Problem
 from ....core.types import Arithmetic, ElementKind, QuantizeKind
 from ...registry import Launch
+from .. import tune as common
 from ..launch import Build, Step
 from ..numerics import packing
+from ..numerics.indices import split_by
+from ..numerics.packing import Storage
+from ..numerics.rounding import Quantizer
 from ..sources import Source
+from ..tune import Tile, Work, blocks_of
 from . import kernels, tune
+from .kernels import Elementwise
 
 _OPS = {
     QuantizeKind.QUANTIZE: kernels.QUANTIZE,
@@ -30,12 +37,12 @@ _BACKWARD = (
     QuantizeKind.FAKE_QUANTIZE_BACKWARD,
 )
 _WORK = {
-    QuantizeKind.QUANTIZE: tune.Work.QUANTIZE,
-    QuantizeKind.FAKE_QUANTIZE: tune.Work.FAKE_QUANTIZE,
-    QuantizeKind.DEQUANTIZE: tune.Work.LIGHT,
-    QuantizeKind.DEQUANTIZE_BACKWARD: tune.Work.LIGHT,
-    QuantizeKind.FAKE_QUANTIZE_BACKWARD: tune.Work.GRADIENT,
-    QuantizeKind.QUANTIZE_BACKWARD: tune.Work.DIVIDED_GRADIENT,
+    QuantizeKind.QUANTIZE: Work.QUANTIZE,
+    QuantizeKind.FAKE_QUANTIZE: Work.FAKE_QUANTIZE,
+    QuantizeKind.DEQUANTIZE: Work.LIGHT,
+    QuantizeKind.DEQUANTIZE_BACKWARD: Work.LIGHT,
+    QuantizeKind.FAKE_QUANTIZE_BACKWARD: Work.GRADIENT,
+    QuantizeKind.QUANTIZE_BACKWARD: Work.DIVIDED_GRADIENT,
 }
 _PACKED = {ElementKind.U4: packing.UNSIGNED_PAIRS.value, ElementKind.S4: packing.SIGNED_PAIRS.value}
 
@@ -57,78 +64,93 @@ def bound_forward(step: Step, x: Source, scale: Source, zero_point: Source, out:
 
 def elementwise_step(problem: Problem, device: torch.device, *, again: bool = False) -> Step | None:
     """The kernel of an elementwise problem; `again` when another one has just read the same tensor."""
-    view, op = problem.view, _OPS[problem.op]
-    if view.numel == 0:
+    if problem.view.numel == 0:
         return None
-    constants = {
-        "OP": op.value,
-        **arithmetic(problem),
-        "PACKED": packed(problem) if problem.op in (QuantizeKind.QUANTIZE, QuantizeKind.DEQUANTIZE) else 0,
-    }
-    if constants["PACKED"] and not pairs_line_up(problem):
-        return _scattered(problem, device, constants)
-    size, is_packed = problem.element.dtype.itemsize, bool(constants["PACKED"])
+    pairs = packed(problem) if problem.op in (QuantizeKind.QUANTIZE, QuantizeKind.DEQUANTIZE) else 0
+    if pairs and not pairs_line_up(problem):
+        return _scattered(problem, device, pairs)
     work = _WORK[problem.op]
-    stream = tune.streams(*traffic(problem), tune.cache_of(device), work=work)
-    constants |= {"BACKWARDS": again, "WIDE": wide(problem), "STREAM": stream}
-    if view.inner > 1:
-        tile = tune.columns(view, size, tune.processors_of(device), work=work, packed=is_packed)
-        blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
-        even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
-        sizes = {"run": view.run, "inner": view.inner, **division(blocks), **division(row_blocks, "row_")}
-        constants |= {"MASK": mask(even), "LINES": tile.lines, "COLS": tile.columns, "ITERS": tile.repeats}
-        constants |= {"VECTOR": tile.vector} | one_by_one(constants)
-        programs = view.rows * row_blocks * blocks
-        return tiled(kernels.columns, programs, sizes, constants, tile, problem, device, again=again)
+    stream = tune.streams(*traffic(problem), common.cache_of(device), work=work)
+    options = {"backwards": again, "wide": wide(problem), "stream": stream}
+    step = _columns if problem.view.inner > 1 else _dense
+    return step(problem, device, work, pairs, options)
+
+
+def _columns(problem: Problem, device: torch.device, work: Work, pairs: int, options: dict[str, bool]) -> Step:
+    view, size = problem.view, problem.element.dtype.itemsize
+    tile = tune.columns(view, size, common.processors_of(device), work=work, packed=bool(pairs))
+    blocks, row_blocks = blocks_of(view.inner, tile.columns), blocks_of(view.run, tile.lines * tile.repeats)
+    even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
+    sizes = {"run": view.run, "inner": view.inner, "blocks": split_by(blocks), "row_blocks": split_by(row_blocks)}
+    # A thread has few columns and walks down: there is no word to fill.
+    storage = kernels.one_by_one(Storage(pairs, 1))
+    spec = Elementwise(
+        _OPS[problem.op].value, quantizer(problem), storage, tile, mask(even), per_column=True, **options
+    )
+    programs = view.rows * row_blocks * blocks
+    return tiled(kernels.columns, programs, sizes, {"SPEC": spec}, tile, problem, device, again=options["backwards"])
+
+
+def _dense(problem: Problem, device: torch.device, work: Work, pairs: int, options: dict[str, bool]) -> Step:
+    view = problem.view
     lines = view.repeat * view.rows
-    tile = tune.dense(view.run, size, work=work, packed=is_packed)
+    tile = tune.dense(view.run, problem.element.dtype.itemsize, work=work, packed=bool(pairs))
     across = tile.parts * tile.columns
     blocks = blocks_of(view.run, across)
     even = lines % tile.lines == 0 and view.run % across == 0
-    sizes = {"lines": lines, "width": view.run, "rows": view.rows, **division(blocks)}
-    constants |= {
-        "SEGMENT": 0 if view.rows == 1 else 1 if view.repeat == 1 else 2,
-        "MASK": mask(even, tile.lines == 1 or view.run % across == 0),
-        "PARTS": tile.parts,
-        "LINES": tile.lines,
-        "COLS": tile.columns,
-        "VECTOR": tile.vector if tile.lines == 1 else 0,  # with a vector a thread there is nothing to limit
-        "EACH": together(problem, tile, is_packed),
-    }
+    sizes = {"lines": lines, "width": view.run, "rows": view.rows, "blocks": split_by(blocks)}
+    spec = Elementwise(
+        _OPS[problem.op].value,
+        quantizer(problem),
+        Storage(pairs, together(problem, tile, bool(pairs))),
+        replace(tile, vector=tile.vector if tile.lines == 1 else 0),  # a thread has one vector: nothing to limit
+        mask(even, tile.lines == 1 or view.run % across == 0),
+        _segment(view.rows, view.repeat),
+        **options,
+    )
     programs = blocks_of(lines, tile.lines) * blocks
-    return tiled(kernels.dense, programs, sizes, constants, tile, problem, device, again=again)
+    unaligned = {"SPEC": spec._replace(storage=kernels.one_by_one(spec.storage))}
+    return tiled(
+        kernels.dense, programs, sizes, {"SPEC": spec}, tile, problem, device, again=options["backwards"],
+        unaligned=unaligned,
+    )  # fmt: skip
+
+
+def _segment(rows: int, repeat: int) -> int:
+    one, own, again = kernels.ONE_SCALE, kernels.SCALE_PER_LINE, kernels.SCALES_REPEAT
+    return int((one if rows == 1 else own if repeat == 1 else again).value)
 
 
 def tiled(
     kernel: Any,
     programs: int,
-    sizes: dict[str, int],
+    sizes: dict[str, Any],
     constants: dict[str, Any],
-    tile: tune.Tile,
+    tile: Tile,
     problem: Problem,
     device: torch.device,
     *,
     again: bool = False,
+    unaligned: dict[str, Any] | None = None,
 ) -> Step:
     """A kernel that moves a problem's operands, a tile at a time."""
-    early = comes_early(problem, programs, device, again=again)
-    build = Build(tile.warps, registers=tile.registers, early=early)
-    return Step(kernel, programs, sizes, constants, device, build, unaligned=one_by_one(constants))
+    build = Build(tile.warps, registers=tile.registers, pdl=pdl_pays(problem, programs, device, again=again))
+    return Step(kernel, programs, sizes, constants, device, build, unaligned)
 
 
-def _scattered(problem: Problem, device: torch.device, constants: dict[str, Any]) -> Step:
+def _scattered(problem: Problem, device: torch.device, pairs: int) -> Step:
     view = problem.view
     axis = problem.shape[-1] if problem.shape else 1
     size = view.numel // axis * ((axis + 1) // 2)
     sizes = {"size": size, "axis": axis, "rows": view.rows, "run": view.run, "inner": view.inner}
-    programs = blocks_of(size, 512)
-    build = Build(early=comes_early(problem, programs, device))
-    return Step(kernels.scattered, programs, sizes, {**constants, "COLS": 512}, device, build)
+    tile = Tile(1, 512, 4)
+    spec = Elementwise(_OPS[problem.op].value, quantizer(problem), Storage(pairs, 2), tile)
+    return tiled(kernels.scattered, blocks_of(size, tile.columns), sizes, {"SPEC": spec}, tile, problem, device)
 
 
-def comes_early(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
-    work = _WORK.get(problem.op, tune.Work.QUANTIZE)
-    return tune.early(programs, tune.processors_of(device), sum(traffic(problem)), work=work, again=again)
+def pdl_pays(problem: Problem, programs: int, device: torch.device, *, again: bool = False) -> bool:
+    work = _WORK.get(problem.op, Work.QUANTIZE)
+    return common.pdl_pays(programs, common.processors_of(device), sum(traffic(problem)), work=work, again=again)
 
 
 def traffic(problem: Problem) -> tuple[int, int]:
@@ -144,7 +166,7 @@ def pairs_line_up(problem: Problem) -> bool:
     return bool(problem.shape) and problem.shape[-1] % 2 == 0 and _line_length(problem) % 2 == 0
 
 
-def together(problem: Problem, tile: tune.Tile, pairs: bool) -> int:
+def together(problem: Problem, tile: Tile, pairs: bool) -> int:
     """How many neighbours leave a thread in one word: those of a vector, up to 32 bits, if no line ends inside."""
     length = _line_length(problem)
     most = min(tile.vector or 1, tile.columns, 8 if pairs else 4)
@@ -156,11 +178,6 @@ def _line_length(problem: Problem) -> int:
     return problem.view.inner if problem.view.inner > 1 else problem.view.run
 
 
-def one_by_one(constants: dict[str, Any]) -> dict[str, Any]:
-    """Bytes instead of words: where the output is not aligned, or a thread has few columns and walks down."""
-    return {"EACH": 2 if constants["PACKED"] else 1}
-
-
 def packed(problem: Problem) -> int:
     return int(_PACKED.get(problem.quantized, 0))
 
@@ -168,13 +185,9 @@ def packed(problem: Problem) -> int:
 # -- what kernels are told ---------------------------------------------------------------------------------------
 
 
-def arithmetic(problem: Problem) -> dict[str, Any]:
-    return {
-        "RECIPROCAL": problem.arithmetic is Arithmetic.RECIPROCAL,
-        "Q_MIN": problem.q_min,
-        "Q_MAX": problem.q_max,
-        "F64": problem.element is ElementKind.F64,
-    }
+def quantizer(problem: Problem) -> Quantizer:
+    reciprocal, f64 = problem.arithmetic is Arithmetic.RECIPROCAL, problem.element is ElementKind.F64
+    return Quantizer(reciprocal, problem.q_min, problem.q_max, f64)
 
 
 def mask(even: bool, edges: bool = False) -> int:
@@ -184,17 +197,3 @@ def mask(even: bool, edges: bool = False) -> int:
 def wide(problem: Problem) -> bool:
     """Whether element offsets need 64 bits, with room for a tile that reaches over the end."""
     return problem.view.numel >= 2**31 - 2**20
-
-
-def blocks_of(size: int, by: int) -> int:
-    return -(-size // by)
-
-
-def division(by: int, which: str = "") -> dict[str, int]:
-    """What `split_index` takes: n // by is the high half of 2n * factor, shifted, for all n below 2**31.
-
-    With by <= 2**shift, factor * by exceeds 2**(31 + shift) by at most `by`, too little for n of them to reach the next
-    quotient. A factor has its highest bit set, so that as an int32, which it is passed as, it is negative.
-    """
-    shift = (by - 1).bit_length()
-    return {f"{which}blocks": by, f"{which}factor": 2 ** (31 + shift) // by + 1 - 2**32, f"{which}shift": shift}

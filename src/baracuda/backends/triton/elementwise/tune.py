@@ -1,82 +1,9 @@
-"""Configurations as pure functions of the view, the element sizes and the device: no measuring at run time."""
+"""Which tile an elementwise kernel gets, and whether its outputs bypass the cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum
-
-import torch
-
 from ....core.scope import View
-
-#: Segments up to this many bytes, in the math type, are held in registers.
-IN_REGISTERS = 2**17
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """[parts, lines, columns] elements a program handles at a time, `repeats` times down the run, with `warps` warps.
-
-    A thread has the same place in all parts: they split a segment, which it then looks at more often than at others.
-    `vector` limits the neighbouring columns a thread holds, `registers` its registers (0: no limit). Told a limit, the
-    compiler uses all of it and orders instructions better than in the fewest registers it can do with.
-    """
-
-    lines: int
-    columns: int
-    warps: int
-    repeats: int = 1
-    vector: int = 0
-    parts: int = 1
-    registers: int = 0
-
-
-class Work(Enum):
-    """What an elementwise op does: a multiplication; a quantization; and back; a gradient, passed on or divided."""
-
-    LIGHT = "light"
-    QUANTIZE = "quantize"
-    FAKE_QUANTIZE = "fake_quantize"
-    GRADIENT = "gradient"
-    DIVIDED_GRADIENT = "divided_gradient"
-
-
-class Out(Enum):
-    """What leaves a dynamic range: the scales alone, or with them the integers or the floats they stand for."""
-
-    SCALES = "scales"
-    INTEGERS = "integers"
-    FLOATS = "floats"
-
-
-class Schedule(Enum):
-    """How a dynamic range is found."""
-
-    ROWS = "rows"
-    LONG_ROWS = "long_rows"
-    BLOCKS = "blocks"
-    PARTIAL = "partial"
-    PARTIAL_COLUMNS = "partial_columns"
-    EMPTY = "empty"
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """A schedule, its tile and, for the two-stage ones, into how many chunks a segment is cut."""
-
-    schedule: Schedule
-    tile: Tile
-    chunks: int = 0
-
-
-def processors_of(device: torch.device) -> int:
-    """Multiprocessors; a few for the interpreter, so that it meets loops that are long on a device only."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 4
-
-
-def cache_of(device: torch.device) -> int:
-    """Bytes of the cache in front of memory; a few for the interpreter."""
-    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 2**12
+from ..tune import Tile, Work, power_of_two
 
 
 def streams(read: int, written: int, cache: int, *, work: Work) -> bool:
@@ -88,19 +15,6 @@ def streams(read: int, written: int, cache: int, *, work: Work) -> bool:
     """
     widens = work is Work.LIGHT and written > 2 * read  # scales are read, too
     return written > cache and (widens or work is Work.GRADIENT)
-
-
-def early(programs: int, processors: int, nbytes: int, *, work: Work = Work.QUANTIZE, again: bool = False) -> bool:
-    """Whether a kernel that moves `nbytes` comes while the one before it still runs.
-
-    That saves most of a microsecond between the two. But programs of a kernel that comes early start at no more than
-    820 in a microsecond (H200): many that take little time each are faster without. They do where they move or compute
-    little, and where they read `again` what is in the cache.
-    """
-    if again:
-        return programs <= 16 * processors
-    most = 128 * processors if work is Work.LIGHT else programs
-    return programs <= 64 * processors or (programs <= most and nbytes >= 5120 * programs)
 
 
 def dense(width: int, element_bytes: int, *, work: Work, packed: bool) -> Tile:
@@ -155,69 +69,3 @@ def columns(view: View, element_bytes: int, processors: int, *, work: Work, pack
     tiles = view.rows * -(-run // lines) * -(-inner // across)
     far = min(repeats, max(run // lines, 1), max(tiles // (32 * processors), 1))
     return Tile(lines, across, warps, repeats=1 << (far.bit_length() - 1), vector=vector)
-
-
-def dynamic(view: View, element_bytes: int, processors: int, *, out: Out = Out.INTEGERS) -> Range:
-    """The schedule of a dynamic range.
-
-    Every thread that shares a segment works out its scale, so a thread looks at 16 elements of it, or more.
-    """
-    vector, math_bytes = 16 // element_bytes, max(element_bytes, 4)
-    if view.segment_length == 0:
-        return Range(Schedule.EMPTY, Tile(1, 128, 4))
-    if view.inner > 1:
-        return _strided(view, element_bytes, processors)
-    width = power_of_two(view.run)
-    if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
-        if out is Out.SCALES and width * element_bytes < 8192:
-            # Programs that only read: larger, so that they may come early.
-            parts = min(max(8 // vector, 2), max(width // vector, 1))
-            return Range(Schedule.ROWS, _tile(width // parts, 8, vector, parts))
-        warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
-        parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
-        tile = _tile(width // parts, warps, vector, parts)
-        few = element_bytes == 2 and parts * vector <= 32 and out is not Out.FLOATS  # which take more
-        return Range(Schedule.ROWS, replace(tile, registers=40) if few else tile)
-    if view.repeat == 1 and view.rows >= processors:
-        return Range(Schedule.LONG_ROWS, _tile(512 * vector, 16, vector, 4))
-    tile = _tile(min(width, 256 * vector), 8, vector, max(min(4, width // (256 * vector)), 1))
-    tile = replace(tile, lines=min(tile.lines, power_of_two(view.repeat)))
-    items = -(-view.repeat // tile.lines) * -(-view.run // (tile.parts * tile.columns))
-    chunks = min(items, max(-(-8 * processors // view.rows), 1))
-    return Range(Schedule.PARTIAL, tile, chunks)
-
-
-def _strided(view: View, element_bytes: int, processors: int) -> Range:
-    """A thread has few columns and, of elements that take little room, many lines: scales are worked out less often."""
-    lines, vector, math_bytes = power_of_two(view.run), 16 // element_bytes, max(element_bytes, 4)
-    across = min(power_of_two(view.inner), 256 // math_bytes)
-    if lines * across * math_bytes <= 2**15:
-        across = min(power_of_two(view.inner), max(2**15 // math_bytes // lines, across))
-    if lines * across * math_bytes <= IN_REGISTERS // 2:
-        each, neighbours = 256 // element_bytes, min(vector, 4)
-        parts = min(each // neighbours, lines)
-        return Range(
-            Schedule.BLOCKS,
-            Tile(lines // parts, across, _warps(lines * across, each), vector=neighbours, parts=parts),
-        )
-    across, parts, each = (8, 16, 4) if element_bytes == 2 else (16, 8, 6)
-    tile = _tile(min(power_of_two(view.inner), across * vector), 4, vector, parts)
-    programs = view.rows * -(-view.inner // tile.columns)
-    # All programs at once: a few that are left for a second round would cost as much as the first.
-    chunks = min(-(-view.run // (tile.parts * tile.lines)), max(each * processors // programs, 1))
-    return Range(Schedule.PARTIAL_COLUMNS, tile, chunks)
-
-
-def _tile(columns: int, warps: int, vector: int, parts: int) -> Tile:
-    """A tile of which every thread has one vector in each part."""
-    return Tile(max(32 * warps * vector // columns, 1), columns, warps, vector=vector, parts=parts)
-
-
-def _warps(elements: int, each: int) -> int:
-    """As many warps as give a thread `each` elements."""
-    return min(max(elements // (32 * each), 1), 32)
-
-
-def power_of_two(n: int) -> int:
-    """The least power of two that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()

@@ -2,11 +2,63 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from ..numerics.conversions import load_scale, loop_bound, narrow, widen
-from ..numerics.nonlinearity import activated
+from ..numerics.comparisons import clamp
+from ..numerics.conversions import load_scale, narrow, to_float, widen
+from ..numerics.indices import loop_bound
+from ..numerics.nonlinearity import nonlinear
+from ..numerics.packing import nibble_at
+from .tune import Portable
+
+
+class Shape(NamedTuple):
+    """The sizes of a GEMM: tokens, rows of the weight, and what is summed over."""
+
+    m: Any
+    n: Any
+    k: Any
+
+
+class Terms(NamedTuple):
+    """What the sums are multiplied by and what is added: addresses, or numbers as the bits of a double. Bias and
+    residual may be None."""
+
+    scale: Any
+    weight_scale: Any
+    bias: Any
+    residual: Any
+
+
+class Epilogue(NamedTuple):
+    """What becomes of the sums: the constant EPILOGUE."""
+
+    #: Every row has a scale of its own.
+    per_token: bool
+    #: "none", "relu", "gelu" or "silu".
+    nonlinearity: str
+    #: The math type is f64, not f32.
+    f64: bool = False
+
+
+class Matmul(NamedTuple):
+    """What the portable kernel is compiled for: the constant SPEC."""
+
+    epilogue: Epilogue
+    tile: Portable
+    #: The activations have a zero point.
+    centred: bool
+    #: What is subtracted from u8 activations for the signed multiplication.
+    shift: int
+    #: Two elements of the weight lie in a byte.
+    packed: bool
+    q_min: int
+    q_max: int
+    #: How much of the stored weight is summed in int32 before it is added in int64; 0: all of it.
+    chunk: int
 
 
 @triton.jit
@@ -31,56 +83,51 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr, ACROSS: tl.constexpr):
 
 
 @triton.jit
-def finish(
-    acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    F64: tl.constexpr,
-):  # fmt: skip
-    """act(((acc * scale_a) * scale_w) + bias) + residual, left to right, each step rounded, then stored."""
-    y = acc.to(tl.float64 if F64 else tl.float32)
-    if PER_TOKEN:
-        y = y * load_scale(sa, rows, rows < M, F64)[:, None]
+def finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE: tl.constexpr):
+    """nonlinearity(((acc * scale) * weight_scale) + bias) + residual, each step rounded, then stored."""
+    F64: tl.constexpr = EPILOGUE.f64
+    y = to_float(acc, F64)
+    if EPILOGUE.per_token:
+        y = y * load_scale(terms.scale, rows, rows < M, F64)[:, None]
     else:
-        y = y * load_scale(sa, 0, None, F64)
-    if sw.dtype.is_ptr():
-        y = y * load_scale(sw, columns, columns < N, F64)[None, :]
+        y = y * load_scale(terms.scale, 0, None, F64)
+    if terms.weight_scale.dtype.is_ptr():
+        y = y * load_scale(terms.weight_scale, columns, columns < N, F64)[None, :]
     else:
-        y = y * load_scale(sw, 0, None, F64)
-    if bias is not None:
-        y = y + load_scale(bias, columns, columns < N, F64)[None, :]
-    y = activated(y, ACTIVATION, F64)
+        y = y * load_scale(terms.weight_scale, 0, None, F64)
+    if terms.bias is not None:
+        y = y + load_scale(terms.bias, columns, columns < N, F64)[None, :]
+    y = nonlinear(y, EPILOGUE.nonlinearity, F64)
     place = rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
-    if residual_ptr is not None:
-        y = y + widen(tl.load(residual_ptr + place, mask=mask, other=0), F64)
+    if terms.residual is not None:
+        y = y + widen(tl.load(terms.residual + place, mask=mask, other=0), F64)
     tl.store(out_ptr + place, narrow(y, out_ptr.dtype.element_ty, True), mask=mask)
 
 
 @triton.jit
-def centred(
-    acc, rows, M, zp, sums, PER_TOKEN_ZERO: tl.constexpr, SHIFT: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr
-):
-    """acc - zero_point * sum of the weight's row; u8 activations went in SHIFTed into the signed range."""
-    if zp is None:
+def centred(acc, rows, M, zero_point_ptr, sums, SPEC: tl.constexpr):
+    """acc - zero_point * sum of the weight's row; u8 activations were shifted into the signed range."""
+    if zero_point_ptr is None:
         zero = tl.full((1,), 0, tl.int32)
-    elif not zp.dtype.is_ptr():
-        zero = tl.full((1,), 0, tl.int32) + zp
-    elif PER_TOKEN_ZERO:
-        zero = tl.load(zp + rows, mask=rows < M, other=0)
+    elif not zero_point_ptr.dtype.is_ptr():
+        zero = tl.full((1,), 0, tl.int32) + zero_point_ptr
+    elif SPEC.epilogue.per_token:
+        zero = tl.load(zero_point_ptr + rows, mask=rows < M, other=0)
     else:
-        zero = tl.full((1,), 0, tl.int32) + tl.minimum(tl.maximum(tl.load(zp), Q_MIN), Q_MAX)
-    return acc - (zero - SHIFT).to(acc.dtype)[:, None] * sums[None, :]
+        zero = tl.full((1,), 0, tl.int32) + clamp(tl.load(zero_point_ptr), SPEC.q_min, SPEC.q_max)
+    return acc - (zero - SPEC.shift).to(acc.dtype)[:, None] * sums[None, :]
 
 
 @triton.jit
 def load_weight(w_ptr, columns, k, N, K, ODD: tl.constexpr, PACKED: tl.constexpr):
-    """The weight at columns x k, as [k, columns]; of a packed one, the even or the odd nibbles of each byte."""
+    """The weight at columns x k, as [k, columns]; of a packed one, the even or the odd elements of each byte."""
     stride = (K + 1) // 2 if PACKED else K
     at = 2 * k + ODD if PACKED else k
     inside = (at < K)[:, None] & (columns < N)[None, :]
     w = tl.load(w_ptr + columns.to(tl.int64)[None, :] * stride + k[:, None], mask=inside, other=0)
     if PACKED:
-        nibble = (w.to(tl.int32) >> (4 * ODD)) & 15
-        w = tl.where(inside, (nibble ^ 8) - 8, 0).to(tl.int8)
+        w = tl.where(inside, nibble_at(w.to(tl.int32), ODD, True), 0).to(tl.int8)
     return w
 
 
@@ -93,18 +140,18 @@ def load_activation(x_ptr, rows, at, M, K, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def dot(
-    x_ptr, w_ptr, rows, columns, first, last, M, N, K, SHIFT: tl.constexpr, PACKED: tl.constexpr, SUMS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+def dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS: tl.constexpr, SPEC: tl.constexpr):
     """The int32 sums over the stored weight from first to last, and with SUMS those of the weight alone."""
+    BM: tl.constexpr = SPEC.tile.m
+    BN: tl.constexpr = SPEC.tile.n
+    BK: tl.constexpr = SPEC.tile.k
     acc = tl.zeros((BM, BN), tl.int32)
     sums = tl.zeros((BN,), tl.int32)
     for start in range(first, loop_bound(last), BK):
         k = start + tl.arange(0, BK)
-        for odd in tl.static_range(2 if PACKED else 1):
-            w = load_weight(w_ptr, columns, k, N, K, odd, PACKED)
-            x = load_activation(x_ptr, rows, 2 * k + odd if PACKED else k, M, K, SHIFT)
+        for odd in tl.static_range(2 if SPEC.packed else 1):
+            w = load_weight(w_ptr, columns, k, shape.n, shape.k, odd, SPEC.packed)
+            x = load_activation(x_ptr, rows, 2 * k + odd if SPEC.packed else k, shape.m, shape.k, SPEC.shift)
             acc = tl.dot(x, w, acc, out_dtype=tl.int32)
             if SUMS:
                 sums += tl.sum(w.to(tl.int32), 0)
@@ -112,46 +159,40 @@ def dot(
 
 
 @triton.jit
-def matmul(
-    x_ptr, w_ptr, out_ptr, sa, sw, bias, zp, sum_ptr, residual_ptr, M, N, K, PER_TOKEN: tl.constexpr,
-    CENTRED: tl.constexpr, SHIFT: tl.constexpr, PACKED: tl.constexpr, F64: tl.constexpr, Q_MIN: tl.constexpr,
-    Q_MAX: tl.constexpr, ACTIVATION: tl.constexpr, CHUNK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr,
-):  # fmt: skip
-    """A K longer than int32 sums are exact for is cut into CHUNKs of the stored weight, added in int64 (0: not cut)."""
-    tiles_m = tl.cdiv(M, BM)
-    tiles_n = tl.cdiv(N, BN)
+def matmul(x_ptr, w_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, shape, SPEC: tl.constexpr):
+    """A K longer than int32 sums are exact for is cut into chunks of the stored weight, added in int64."""
+    BM: tl.constexpr = SPEC.tile.m
+    BN: tl.constexpr = SPEC.tile.n
+    tiles_m = tl.cdiv(shape.m, BM)
+    tiles_n = tl.cdiv(shape.n, BN)
     pid = tl.program_id(0)
     first = pid // (8 * tiles_n) * 8
     height = tl.minimum(tiles_m - first, 8)
     inside = pid % (8 * tiles_n)
     rows = (first + inside % height) * BM + tl.arange(0, BM)
     columns = inside // height * BN + tl.arange(0, BN)
-    SUMS: tl.constexpr = CENTRED and sum_ptr is None
-    stored = (K + 1) // 2 if PACKED else K
-    if CHUNK == 0:
-        acc, sums = dot(x_ptr, w_ptr, rows, columns, 0, stored, M, N, K, SHIFT, PACKED, SUMS, BM, BN, BK)
+    SUMS: tl.constexpr = SPEC.centred and sum_ptr is None
+    stored = (shape.k + 1) // 2 if SPEC.packed else shape.k
+    if SPEC.chunk == 0:
+        acc, sums = dot(x_ptr, w_ptr, rows, columns, 0, stored, shape, SUMS, SPEC)
     else:
         acc = tl.zeros((BM, BN), tl.int64)
         sums = tl.zeros((BN,), tl.int64)
-        for first in range(0, loop_bound(stored), CHUNK):
-            last = tl.minimum(first + CHUNK, stored)
-            part, part_sums = dot(x_ptr, w_ptr, rows, columns, first, last, M, N, K, SHIFT, PACKED, SUMS, BM, BN, BK)
+        for first in range(0, loop_bound(stored), SPEC.chunk):
+            last = tl.minimum(first + SPEC.chunk, stored)
+            part, part_sums = dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS, SPEC)
             acc += part
             sums += part_sums
-    if CENTRED:
+    if SPEC.centred:
         if sum_ptr is not None:
-            sums = tl.load(sum_ptr + columns, mask=columns < N, other=0)
-        acc = centred(acc, rows, M, zp, sums, PER_TOKEN, SHIFT, Q_MIN, Q_MAX)
-    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, F64)
+            sums = tl.load(sum_ptr + columns, mask=columns < shape.n, other=0)
+        acc = centred(acc, rows, shape.m, zero_point_ptr, sums, SPEC)
+    finish(acc, rows, columns, shape.m, shape.n, out_ptr, terms, SPEC.epilogue)
 
 
 @triton.jit
-def sum_parts(
-    partial_ptr, out_ptr, sa, sw, bias, residual_ptr, M, N, PER_TOKEN: tl.constexpr, ACTIVATION: tl.constexpr,
-    SPLIT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The sums of K's parts, partial[SPLIT, M, N], added and scaled: one row and BN columns per program."""
+def sum_parts(partial_ptr, out_ptr, terms, M, N, EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
+    """The second stage of split-K: partial[SPLIT, M, N] added and finished, one row and BN columns in a program."""
     tiles_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
     rows = pid // tiles_n + tl.arange(0, 1)
@@ -160,25 +201,25 @@ def sum_parts(
     for part in tl.static_range(SPLIT):
         place = (part * M + rows).to(tl.int64)[:, None] * N + columns[None, :]
         acc += tl.load(partial_ptr + place, mask=(columns < N)[None, :], other=0)
-    finish(acc, rows, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, False)
+    finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE)
 
 
 @triton.jit
-def sum_tail(
-    partial_ptr, out_ptr, sa, sw, bias, residual_ptr, M, N, whole, PER_TOKEN: tl.constexpr,
-    ACTIVATION: tl.constexpr, GROUP: tl.constexpr, ACROSS: tl.constexpr, TAIL: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    """The tiles behind the whole ones, their parts in partial[tile, TAIL, BM, BN]: LINES rows of one per program."""
+def sum_tail(partial_ptr, out_ptr, terms, M, N, whole, EPILOGUE: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr):
+    """The tiles behind the `whole` ones, their parts in partial[tile, TILE.tail, TILE.m, TILE.n]: LINES rows of one in
+    a program. TILE is a `tune.Pingpong`."""
+    BM: tl.constexpr = TILE.m
+    BN: tl.constexpr = TILE.n
+    TAIL: tl.constexpr = TILE.tail
     tile = tl.program_id(0) // (BM // LINES)
     line = tl.program_id(0) % (BM // LINES) * LINES + tl.arange(0, LINES)
-    m, n = tile_at(whole + tile, tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP, ACROSS)
+    m, n = tile_at(whole + tile, tl.cdiv(M, BM), tl.cdiv(N, BN), TILE.group, TILE.across)
     place = line[:, None] * BN + tl.arange(0, BN)[None, :]
     acc = tl.zeros((LINES, BN), tl.int32)
     for part in tl.static_range(TAIL):
         acc += tl.load(partial_ptr + (tile * TAIL + part) * (BM * BN) + place)
     columns = n * BN + tl.arange(0, BN)
-    finish(acc, m * BM + line, columns, M, N, out_ptr, sa, sw, bias, residual_ptr, PER_TOKEN, ACTIVATION, False)
+    finish(acc, m * BM + line, columns, M, N, out_ptr, terms, EPILOGUE)
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Which tile and schedule a linear gets: pure functions of its shape, from measurements on an H200.
 
-Two warpgroups that take turns hide the epilogue of one behind the products of the other: the fastest schedule at all
-measured shapes. A larger tile for both at once reads less from L2, yet was slower, at long K as well.
+A pingpong schedule, two warpgroups that take turns, hides the epilogue of one behind the products of the other: the
+fastest at all measured shapes. A larger tile for both at once reads less from L2, yet was slower, at long K as well.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ SHARED_MEMORY = 227 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """A tile of the output, the ring of stages that feeds it, and how the tiles are walked."""
+class Pingpong:
+    """Two warpgroups that take turns: the tile of the output that each has, the ring of stages that feeds them, and the
+    order of the tiles. Kernels read it as a constant."""
 
     m: int
     n: int
@@ -58,18 +59,18 @@ class Tile:
 SUMS_STEPS = 16
 #: What cutting tiles costs, in steps of a tile.
 CUT_STEPS = 16
-TURNS = Tile(128, 128, 128, 6, 4, 4, 8)
+PINGPONG = Pingpong(128, 128, 128, 6, 4, 4, 8)
 
 
-def tile(m: int, n: int, k: int, out_bytes: int, processors: int, cut: bool = False) -> Tile:
-    """The tile of a problem; `cut` allows parts of tiles, which need room in the workspace."""
+def pingpong(m: int, n: int, k: int, out_bytes: int, processors: int, cut: bool = False) -> Pingpong:
+    """The schedule of a problem with many tokens; `cut` allows parts of tiles, which take memory in the workspace."""
     # With a tile or two for each consumer, no product hides the time to read the scales.
-    tiles = TURNS.tiles(m, n)
+    tiles = PINGPONG.tiles(m, n)
     eager = tiles <= 4 * processors
-    tail = _tail(tiles % processors, -(-k // TURNS.k), processors) if cut else 1
+    tail = _tail(tiles % processors, -(-k // PINGPONG.k), processors) if cut else 1
     # A 32-bit output needs twice the room on its way out.
-    stages, across = 6 if out_bytes <= 2 else 5, eager or m <= 4 * TURNS.m
-    return replace(TURNS, stages=stages, eager=eager, across=across, tail=tail)
+    stages, across = 6 if out_bytes <= 2 else 5, eager or m <= 4 * PINGPONG.m
+    return replace(PINGPONG, stages=stages, eager=eager, across=across, tail=tail)
 
 
 def _tail(rest: int, steps: int, processors: int) -> int:
@@ -80,7 +81,8 @@ def _tail(rest: int, steps: int, processors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Skinny:
-    """`rows` of the weight by `tokens`, K in steps of `k` and in `split` parts that are summed afterwards."""
+    """`rows` of the weight by `tokens`, K in steps of `k` and split into `split` parts that are summed afterwards
+    (split-K). Kernels read it as a constant."""
 
     tokens: int
     rows: int
@@ -137,6 +139,8 @@ def _cost(tiles: int, steps: int, split: int, slots: int, sums: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Portable:
+    """A tile of the portable kernel. Kernels read it as a constant."""
+
     m: int
     n: int
     k: int

@@ -4,10 +4,20 @@
 # ruff: noqa: RET505
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from .conversions import INF, INTERPRETED, widen
+
+
+class Divisor(NamedTuple):
+    """A scale, ready to divide by: x / scale is (x * factor) / value, and `reciprocal` is 1 / value, rounded."""
+
+    value: Any
+    reciprocal: Any
+    factor: Any
 
 
 @triton.jit
@@ -45,14 +55,20 @@ def ordinary(scale, F64: tl.constexpr):
 
 
 @triton.jit
-def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
-    """(divisor, reciprocal, factor) of any scale, once per scale: x / scale is x * factor / divisor.
+def divisor_of(scale, F64: tl.constexpr):
+    """The divisor of an `ordinary` scale, whose factor is not used."""
+    return Divisor(value=scale, reciprocal=invert(scale, F64), factor=scale)
 
-    The divisor is `ordinary`; the factor brings x there too, with the scale's sign. What has no such divisor is all in
-    the factor: of 0 an infinity, of infinity 0, of NaN a NaN.
+
+@triton.jit
+def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """The divisor of any scale, worked out once per scale.
+
+    Its value is `ordinary`; the factor brings x there too, with the scale's sign. What has no such value is all in the
+    factor: for 0 an infinity, for infinity 0, for NaN a NaN.
     """
     if RECIPROCAL:
-        return scale, invert(scale, F64), scale
+        return divisor_of(scale, F64)
     else:
         magnitude = tl.abs(scale)
         step: tl.constexpr = 2.0**512 if F64 else 2.0**60
@@ -60,26 +76,26 @@ def prepare(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
         factor = tl.where(ordinary(magnitude, F64), 1.0, tl.where(magnitude < 1.0, step, back)).to(scale.dtype)
         divisible = (magnitude > 0) & (magnitude < INF)
         special = tl.where(magnitude == 0, INF, tl.where(magnitude == INF, 0.0, scale)).to(scale.dtype)
-        divisor = tl.where(divisible, magnitude * factor, 1.0).to(scale.dtype)
+        value = tl.where(divisible, magnitude * factor, 1.0).to(scale.dtype)
         factor = tl.where(divisible, factor, special)
         negative = scale.to(tl.int64 if F64 else tl.int32, bitcast=True) < 0
-        return divisor, invert(divisor, F64), tl.where(negative, -factor, factor)
+        return Divisor(value=value, reciprocal=invert(value, F64), factor=tl.where(negative, -factor, factor))
 
 
 @triton.jit
 def prepare_positive(scale, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
-    """The same for a scale that a range gave, a normal number, infinity or NaN, in a handful of instructions: the
-    divisor is the scale's significand, in [2, 4), and the factor the rest of it."""
+    """The divisor of a scale that a range gave, a normal number, infinity or NaN, in a handful of instructions: its
+    value is the scale's significand, in [2, 4), and the factor the rest of it."""
     if RECIPROCAL:
-        return scale, invert(scale, F64), scale
+        return divisor_of(scale, F64)
     else:
         integer: tl.constexpr = tl.int64 if F64 else tl.int32
         exponents: tl.constexpr = 0x7FF0000000000000 if F64 else 0x7F800000
         two: tl.constexpr = 0x4000000000000000 if F64 else 0x40000000
         bits = scale.to(integer, bitcast=True)
-        divisor = ((bits & ~exponents) | two).to(scale.dtype, bitcast=True)
+        value = ((bits & ~exponents) | two).to(scale.dtype, bitcast=True)
         factor = (exponents - (bits & exponents)).to(scale.dtype, bitcast=True)
-        return divisor, invert(divisor, F64), tl.where(scale == scale, factor, scale)
+        return Divisor(value=value, reciprocal=invert(value, F64), factor=tl.where(scale == scale, factor, scale))
 
 
 #: $0, $1 = the two bf16 of $2 by those of $3, widened; a product is a sum with -0.
@@ -108,19 +124,19 @@ def times(x, factor, F64: tl.constexpr):
 
 
 @triton.jit
-def corrected(quotient, x, divisor, reciprocal):
+def corrected(quotient, x, divisor):
     """A quotient by the rounded reciprocal, corrected by its exact remainder."""
-    return fused(fused(quotient, -divisor, x), reciprocal, quotient)
+    return fused(fused(quotient, -divisor.value, x), divisor.reciprocal, quotient)
 
 
 @triton.jit
-def corrected_twice(quotient, x, divisor, reciprocal, F64: tl.constexpr):
-    """x / divisor, correctly rounded: the first correction leaves an error below a unit, and from there the second is
-    exact by Markstein's theorem. The interpreter has no fma for f64."""
+def corrected_twice(quotient, x, divisor, F64: tl.constexpr):
+    """x / divisor.value, correctly rounded: the first correction leaves an error below a unit, and from there the
+    second is exact by Markstein's theorem. The interpreter has no fma for f64."""
     if F64 and INTERPRETED:
-        return x / divisor
+        return x / divisor.value
     else:
-        return corrected(corrected(quotient, x, divisor, reciprocal), x, divisor, reciprocal)
+        return corrected(corrected(quotient, x, divisor), x, divisor)
 
 
 @triton.jit
@@ -130,7 +146,8 @@ def divide_by(x, N: tl.constexpr, F64: tl.constexpr):
         return exact_divide(x, tl.full(x.shape, N, x.dtype), F64)
     else:
         n, inverse = tl.full(x.shape, N, x.dtype), tl.full(x.shape, 1.0 / N, x.dtype)
-        return tl.where(x < INF, corrected_twice(x * inverse, x, n, inverse, F64), x)
+        divisor = Divisor(value=n, reciprocal=inverse, factor=n)
+        return tl.where(x < INF, corrected_twice(x * inverse, x, divisor, F64), x)
 
 
 def _gradient_division() -> str:
@@ -167,16 +184,60 @@ GRADIENT_DIVISION = tl.constexpr(_gradient_division())
 
 
 @triton.jit
-def divide_gradient(dy, divisor, reciprocal, F64: tl.constexpr):
-    """dy / divisor, correctly rounded, of an `ordinary` divisor and any dy.
+def divide_gradient(dy, divisor, F64: tl.constexpr):
+    """dy / divisor.value, correctly rounded, of an `ordinary` scale's divisor and any dy.
 
     Two corrections make a product by the reciprocal the quotient; zeros are right before any. Where a correction could
     lose bits, as quotient or remainder come near the ends of the exponents, the slow division is taken.
     """
     if F64 or INTERPRETED:
-        return exact_divide(dy, divisor, F64)
+        return exact_divide(dy, divisor.value, F64)
     else:
-        least = tl.maximum(reciprocal, 1.0) * 2.0**-98
+        least = tl.maximum(divisor.reciprocal, 1.0) * 2.0**-98
         registers: tl.constexpr = "=&f,=&f,=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f"
-        operands = [dy, divisor, reciprocal, -divisor, least]
+        operands = [dy, divisor.value, divisor.reciprocal, -divisor.value, least]
         return tl.inline_asm_elementwise(GRADIENT_DIVISION, registers, operands, tl.float32, is_pure=True, pack=4)
+
+
+@triton.jit
+def quotient(x, scale, inverse, slow, RECIPROCAL: tl.constexpr, F64: tl.constexpr):
+    """x / scale, correctly rounded, or x * inverse with RECIPROCAL; `slow` is true where a scale is not `ordinary`."""
+    if RECIPROCAL:
+        return x * inverse
+    elif F64:
+        return exact_divide(x, tl.broadcast_to(scale, x.shape), F64)
+    else:
+        if slow:
+            ratio = exact_divide(x, tl.broadcast_to(scale, x.shape), F64)
+        else:
+            value, reciprocal = tl.broadcast_to(scale, x.shape), tl.broadcast_to(inverse, x.shape)
+            ratio = divide_gradient(x, Divisor(value=value, reciprocal=reciprocal, factor=value), F64)
+        return ratio
+
+
+#: $0 = $1 / $2: a reciprocal within a unit, refined, then a quotient corrected by its exact remainder. The remainder is
+#: taken the other way round, which keeps the sign of a zero.
+IN_PLACE = tl.constexpr("""{
+    .reg .f32 reciprocal, error, remainder, quotient, opposite;
+    rcp.approx.ftz.f32 reciprocal, $2;
+    neg.f32 opposite, $2;
+    fma.rn.f32 error, reciprocal, opposite, 0f3F800000;
+    fma.rn.f32 reciprocal, error, reciprocal, reciprocal;
+    mul.rn.f32 quotient, $1, reciprocal;
+    neg.f32 opposite, $1;
+    fma.rn.f32 remainder, quotient, $2, opposite;
+    neg.f32 remainder, remainder;
+    fma.rn.f32 $0, remainder, reciprocal, quotient;
+}""")
+
+
+@triton.jit
+def divide_in_place(a, b, F64: tl.constexpr):
+    """a / b, correctly rounded for the pairs that gelu and silu make of any f32: all of them are checked on the device.
+
+    b is 1 or more, and a power of two where a is so small that the remainder would lose bits; a is not infinite.
+    """
+    if F64 or INTERPRETED:
+        return exact_divide(a, b, F64)
+    else:
+        return tl.inline_asm_elementwise(IN_PLACE, "=&f,f,f", [a, b], tl.float32, is_pure=True, pack=1)

@@ -1,8 +1,7 @@
-"""relu, gelu and silu of a linear's sums on the GPU: the bits of `backends.activation` in fewer instructions.
+"""relu, gelu and silu of a linear's sums on the GPU: the bits of `backends.nonlinearity` in fewer instructions.
 
-What differs from the recipe's lines is exact: signs, powers of two, products without rounding, and a division that is
-worked out in place, as `div.rn` is a subroutine with branches. Gluon kernels call the same functions. Launch with
-`enable_fp_fusion=False`: each multiplication and addition rounds.
+Where a line differs from the recipe's it is exact: signs, powers of two, products without rounding, and a division in
+place, as `div.rn` is a subroutine with branches.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
@@ -13,8 +12,9 @@ import triton
 import triton.language as tl
 
 from ... import nonlinearity as recipe
-from .conversions import INF, INTERPRETED, at_most
-from .division import exact_divide
+from .comparisons import at_most
+from .conversions import INF, INTERPRETED
+from .division import divide_in_place
 
 
 def _exponential_terms(terms: recipe.Terms, times: int) -> tuple[float, ...]:
@@ -39,35 +39,8 @@ HEAD_F32, HEAD_F64 = tl.constexpr(recipe.F32.head), tl.constexpr(recipe.F64.head
 GELU_LIMIT_F32, GELU_LIMIT_F64 = tl.constexpr(recipe.F32.gelu_limit), tl.constexpr(recipe.F64.gelu_limit)
 SILU_LIMIT_F32, SILU_LIMIT_F64 = tl.constexpr(recipe.F32.silu_limit), tl.constexpr(recipe.F64.silu_limit)
 
-#: $0 = $1 / $2: a reciprocal within a unit, refined, then a quotient corrected by its exact remainder. The remainder is
-#: taken the other way round, which keeps the sign of a zero.
-DIVISION = tl.constexpr("""{
-    .reg .f32 reciprocal, error, remainder, quotient, opposite;
-    rcp.approx.ftz.f32 reciprocal, $2;
-    neg.f32 opposite, $2;
-    fma.rn.f32 error, reciprocal, opposite, 0f3F800000;
-    fma.rn.f32 reciprocal, error, reciprocal, reciprocal;
-    mul.rn.f32 quotient, $1, reciprocal;
-    neg.f32 opposite, $1;
-    fma.rn.f32 remainder, quotient, $2, opposite;
-    neg.f32 remainder, remainder;
-    fma.rn.f32 $0, remainder, reciprocal, quotient;
-}""")
-
 #: -0 for what is negative; -0 and NaN as they are.
 AT_LEAST_ZERO = tl.constexpr("max.NaN.f32 $0, $1, 0f80000000;")
-
-
-@triton.jit
-def divide(a, b, F64: tl.constexpr):
-    """a / b, correctly rounded for the pairs that gelu and silu make of any f32: all of them are checked on the device.
-
-    b is 1 or more, and a power of two where a is so small that the remainder would lose bits; a is not infinite.
-    """
-    if F64 or INTERPRETED:
-        return exact_divide(a, b, F64)
-    else:
-        return tl.inline_asm_elementwise(DIVISION, "=&f,f,f", [a, b], tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -128,7 +101,7 @@ def gelu(y, F64: tl.constexpr):
     e, power = exponential(head * head, (z - head) * (z + head), 2, F64)
     upper = (z * e) * polynomial(z, UPPER_F64 if F64 else UPPER_F32, 11 if F64 else 5)
     lower = polynomial(z, LOWER_F64 if F64 else LOWER_F32, 12 if F64 else 6)
-    tail = (divide(upper, lower, F64) * power) * ((LOWER_BY_F64 if F64 else LOWER_BY_F32) / 2)
+    tail = (divide_in_place(upper, lower, F64) * power) * ((LOWER_BY_F64 if F64 else LOWER_BY_F32) / 2)
     return minus_tail(y, tail, F64)
 
 
@@ -138,13 +111,14 @@ def silu(y, F64: tl.constexpr):
     z = at_most(tl.abs(y), SILU_LIMIT_F64 if F64 else SILU_LIMIT_F32)
     e, power = exponential(z, 0.0, 1, F64)
     whole = multiply_add(e * power, LOWER_BY, 1.0, F64)
-    quotient = divide(tl.where(y < 0, z * e, y), whole, F64)
+    quotient = divide_in_place(tl.where(y < 0, z * e, y), whole, F64)
     result = tl.where(y < 0, (quotient * power) * -LOWER_BY, quotient)
     return tl.where(y < INF, result, y)
 
 
 @triton.jit
-def activated(y, KIND: tl.constexpr, F64: tl.constexpr):
+def nonlinear(y, KIND: tl.constexpr, F64: tl.constexpr):
+    """The nonlinearity of that name; "none" leaves y as it is."""
     if KIND == "relu":
         return tl.where(y < 0, 0.0, y)
     elif KIND == "gelu":

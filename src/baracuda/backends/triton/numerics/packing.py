@@ -1,31 +1,31 @@
-"""Quantized integers side by side: how they leave a thread, two or one to a byte, and how pairs come back.
+"""Quantized integers in memory: packed into bytes and words when they are stored, nibbles decoded when loaded.
 
-A thread that holds neighbours adds them up, each shifted to its place, and stores one word. Like `numerics`, the only
-GPU spelling of it.
+A thread that holds neighbours adds them up, each shifted to its place, and stores one word.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too. It has no `*` in tuples.
 # ruff: noqa: RET505, RUF005
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+from .indices import columns_at, lanes
 
 #: PACKED is 0 for one element a byte; two a byte are unsigned or signed.
 UNSIGNED_PAIRS = tl.constexpr(1)
 SIGNED_PAIRS = tl.constexpr(2)
 
 
-@triton.jit
-def lanes(COLS: tl.constexpr, VECTOR: tl.constexpr):
-    """0, 1, ..., COLS - 1, of which a thread is given VECTOR neighbours at most (0: as many as one access takes).
+class Storage(NamedTuple):
+    """How quantized elements lie in memory, known when a kernel is compiled: the constant STORAGE."""
 
-    Where each column has a scale of its own, fewer columns a thread mean fewer scales to keep and more use of each.
-    """
-    if VECTOR == 0:
-        return tl.arange(0, COLS)
-    else:
-        return tl.max_contiguous(tl.arange(0, COLS), VECTOR)
+    #: 0, UNSIGNED_PAIRS or SIGNED_PAIRS.
+    packed: int
+    #: Neighbours that are stored as one word.
+    each: int
 
 
 @triton.constexpr_function
@@ -62,19 +62,19 @@ def pack(
 
 @triton.jit
 def store_quantized(
-    out_ptr, x, rest, start, column, width, valid, MASKED: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr,
-    LACKS: tl.constexpr, PER_COLUMN: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
+    out_ptr, x, rest, place, MASKED: tl.constexpr, STORAGE: tl.constexpr, LACKS: tl.constexpr,
+    PER_COLUMN: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Store x + rest + LACKS, EACH neighbours at a time; each column may have a rest of its own."""
+    """Store x + rest + LACKS, STORAGE.each neighbours at a time; with PER_COLUMN each column has a rest of its own."""
+    EACH: tl.constexpr = STORAGE.each
     if EACH == 1:
-        columns = column + lanes(COLS, VECTOR)[None, :]
-        mask = valid & (columns < width) if MASKED else None
-        tl.store(out_ptr + start + columns, (x + rest + LACKS).to(out_ptr.dtype.element_ty), mask=mask)
+        columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+        tl.store(out_ptr + place.start + columns, (x + rest + LACKS).to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        width_in_bits: tl.constexpr = 4 if PACKED else 8
-        signed: tl.constexpr = PACKED == SIGNED_PAIRS if PACKED else out_ptr.dtype.element_ty.is_int_signed()
-        words = column // EACH + lanes(COLS // EACH, VECTOR // EACH)[None, :]
-        mask = valid & (words < width // EACH) if MASKED else None
+        width_in_bits: tl.constexpr = 4 if STORAGE.packed else 8
+        signed: tl.constexpr = is_signed(STORAGE.packed) if STORAGE.packed else out_ptr.dtype.element_ty.is_int_signed()
+        words = place.column // EACH + lanes(COLS // EACH, VECTOR // EACH)[None, :]
+        mask = place.valid & (words < place.width // EACH) if MASKED else None
         word = pack(x, rest, width_in_bits, signed, EACH, LACKS, PER_COLUMN)
         if width_in_bits * EACH == 32:
             words_ptr = out_ptr.to(tl.pointer_type(tl.int32))
@@ -82,7 +82,16 @@ def store_quantized(
             words_ptr = out_ptr.to(tl.pointer_type(tl.int16))
         else:
             words_ptr = out_ptr.to(tl.pointer_type(tl.int8))
-        tl.store(words_ptr + start // EACH + words, word.to(words_ptr.dtype.element_ty), mask=mask)
+        tl.store(words_ptr + place.start // EACH + words, word.to(words_ptr.dtype.element_ty), mask=mask)
+
+
+# -- nibbles -----------------------------------------------------------------------------------------------------
+# The first of a pair is in the low four bits. What decodes more than one byte at a time belongs here too.
+
+
+@triton.constexpr_function
+def is_signed(packed: int) -> bool:
+    return packed == SIGNED_PAIRS.value
 
 
 @triton.jit
@@ -93,7 +102,22 @@ def nibble(byte, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def unpack_pairs(byte, SIGNED: tl.constexpr):
-    """[..., n] bytes to [..., 2 n] integers."""
-    byte = byte.to(tl.int32)
-    return tl.interleave(nibble(byte, SIGNED), nibble(byte >> 4, SIGNED))
+def nibble_at(byte, HALF: tl.constexpr, SIGNED: tl.constexpr):
+    """The first or second element of a byte, given as an int32."""
+    return nibble(byte >> (4 * HALF), SIGNED)
+
+
+@triton.jit
+def nibble_bits(q, HALF: tl.constexpr):
+    """An integer's four bits where the first or second element of a byte has them."""
+    return (q & 15) << (4 * HALF)
+
+
+@triton.jit
+def load_pairs(ptr, place, MASKED: tl.constexpr, SIGNED: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr):
+    """The integers at a place, int32, from bytes of two: no pair may straddle lines, so the packed lines are those of
+    the place, half as long."""
+    pairs = place.column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
+    mask = place.valid & (pairs < place.width // 2) if MASKED else None
+    byte = tl.load(ptr + place.start // 2 + pairs, mask=mask).to(tl.int32)
+    return tl.interleave(nibble_at(byte, 0, SIGNED), nibble_at(byte, 1, SIGNED))

@@ -4,17 +4,33 @@
 # ruff: noqa: RET505, PLR1714
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-from .conversions import INF, larger, narrow, widen
-from .division import corrected_twice, divide_by, fused, prepare_positive
-from .rounding import MAGIC_F32, MAGIC_F64
+from ....core.types import ElementKind
+from .comparisons import larger
+from .conversions import INF, narrow, widen
+from .division import corrected_twice, divide_by, exact_divide, fused, prepare_positive
+from .rounding import nearest
+
+#: The scale floor of f32, where a kernel is for f32 scales alone; others are told theirs by `Range.smallest`.
+SMALLEST_F32 = tl.constexpr(ElementKind.F32.smallest_scale)
+
+
+class Range(NamedTuple):
+    """How a range becomes a scale and a zero point, known when a kernel is compiled: the constant RANGE."""
+
+    symmetric: bool
+    include_zero: bool
+    #: The scale floor: no scale is smaller.
+    smallest: float
 
 
 @triton.jit
 def stored_scale(scale, all_zero, dtype: tl.constexpr, SMALLEST: tl.constexpr, F64: tl.constexpr):
-    """(as stored, as used): rounded to its storage type, kept away from zero; an all-zero segment gets 1."""
+    """(as stored, as used): rounded to its storage type and not below the floor; an all-zero segment gets 1."""
     used = widen(narrow(scale, dtype, dtype == tl.bfloat16 or dtype == tl.float16), F64)
     used = tl.where(all_zero, 1.0, tl.where(used < SMALLEST, SMALLEST, used)).to(used.dtype)
     return narrow(used, dtype, True), used
@@ -30,20 +46,27 @@ def far_from_zero(low, scale, F64: tl.constexpr):
 
 
 @triton.jit
-def choose_qparams(
-    low, high, dtype: tl.constexpr, SYMMETRIC: tl.constexpr, INCLUDE_ZERO: tl.constexpr, RECIPROCAL: tl.constexpr,
-    Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, SMALLEST: tl.constexpr, F64: tl.constexpr,
-):  # fmt: skip
+def symmetric_scale(high, q_max):
+    """high / q_max in f32 with the scale floor, as stored and as used, for a q_max that only the launch knows; for
+    Gluon kernels."""
+    return stored_scale(exact_divide(high, q_max, False), high == 0, tl.float32, SMALLEST_F32, False)[0]
+
+
+@triton.jit
+def choose_qparams(low, high, dtype: tl.constexpr, RANGE: tl.constexpr, QUANTIZER: tl.constexpr):
     """(scale as stored, scale as used, zero point) of segments that span [low, high]; symmetric: high is max abs.
 
     Threads that share a segment all work this out, so it counts as if per element: one reciprocal, no division.
     """
-    if SYMMETRIC:
-        stored, used = stored_scale(divide_by(high, Q_MAX, F64), high == 0, dtype, SMALLEST, F64)
+    F64: tl.constexpr = QUANTIZER.f64
+    q_min: tl.constexpr = QUANTIZER.q_min
+    q_max: tl.constexpr = QUANTIZER.q_max
+    if RANGE.symmetric:
+        stored, used = stored_scale(divide_by(high, q_max, F64), high == 0, dtype, RANGE.smallest, F64)
         return stored, used, tl.zeros(high.shape, tl.int32)
     else:
-        levels: tl.constexpr = Q_MAX - Q_MIN
-        if INCLUDE_ZERO:
+        levels: tl.constexpr = q_max - q_min
+        if RANGE.include_zero:
             low, high = tl.where(low > 0, 0.0, low), tl.where(high < 0, 0.0, high)
         width = high - low
         overflows = tl.abs(width) == INF
@@ -51,25 +74,23 @@ def choose_qparams(
         scale = divide_by(half, levels, F64)
         scale = tl.where(overflows, scale + scale, scale)
         scale = tl.where(low == high, tl.abs(low), scale)  # a constant segment's own magnitude
-        stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, SMALLEST, F64)
-        if not INCLUDE_ZERO:
+        stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, RANGE.smallest, F64)
+        if not RANGE.include_zero:
             # Far from zero the literal formula's zero point would swallow the data: such a segment includes zero.
             far = far_from_zero(low, used, F64)
             scale = tl.where(far, divide_by(larger(tl.abs(low), tl.abs(high)), levels, F64), scale)
-            stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, SMALLEST, F64)
+            stored, used = stored_scale(scale, (low == 0) & (high == 0), dtype, RANGE.smallest, F64)
             low = tl.where(far & (low > 0), 0.0, low)
-        divisor, reciprocal, factor = prepare_positive(used, RECIPROCAL, F64)
-        if RECIPROCAL:
-            t = low * reciprocal
+        divisor = prepare_positive(used, QUANTIZER.reciprocal, F64)
+        if QUANTIZER.reciprocal:
+            t = low * divisor.reciprocal
         else:
-            low *= factor
-            t = corrected_twice(low * reciprocal, low, divisor, reciprocal, F64)
-        magic: tl.constexpr = MAGIC_F64 if F64 else MAGIC_F32
-        t = (tl.where(t == t, t, 0.0) + magic) - magic  # rounds up to 2**22, which is as far as t goes
-        zero_point = Q_MIN - t.to(tl.int32)
+            low *= divisor.factor
+            t = corrected_twice(low * divisor.reciprocal, low, divisor, F64)
+        zero_point = q_min - nearest(tl.where(t == t, t, 0.0), True, F64).to(tl.int32)
         # By a scale that was rounded down to 16 bits, the range may reach a step beyond Q_MAX; zero stays inside.
-        inside = tl.minimum(zero_point, Q_MAX)
-        if INCLUDE_ZERO:
+        inside = tl.minimum(zero_point, q_max)
+        if RANGE.include_zero:
             return stored, used, inside
         else:
             return stored, used, tl.where(far, inside, zero_point)

@@ -1,14 +1,21 @@
-"""A quotient rounded, clamped and brought to its integer, and what of it passes a gradient."""
+"""A quotient rounded, clamped and brought to its integer, and whether it passes a gradient.
+
+A "step" is rint(x / scale), clamped. In f32 it is kept as the sum with a number that pushes the fraction out of the
+significand, whose low bits then are q; in f64, where a maximum takes many instructions, as an int32.
+"""
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
 # ruff: noqa: RET505
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from .conversions import INTERPRETED, at_least, at_most
-from .division import corrected, corrected_twice, ordinary
+from .comparisons import at_least, at_most, clamp
+from .conversions import INTERPRETED
+from .division import Divisor, corrected, corrected_twice, exact_divide, ordinary
 
 #: Adding 1.5 * 2**(mantissa bits) pushes the fraction out of the significand: a round to nearest even.
 MAGIC_F32 = tl.constexpr(1.5 * 2.0**23)
@@ -24,31 +31,56 @@ NEAR = tl.constexpr(2**22 - 1024)
 #: Larger than any clamp bound.
 BEYOND = tl.constexpr(2.0**25)
 
-# A "step" is rint(x / scale), clamped. In f32 it is kept as the sum with a number that pushes the fraction out of the
-# significand, whose low bits then are q; in f64, where a maximum takes many instructions, as an int32.
+
+class Quantizer(NamedTuple):
+    """How a quotient becomes an integer, known when a kernel is compiled: the constant QUANTIZER."""
+
+    #: x * (1 / scale), both rounded, instead of x / scale.
+    reciprocal: bool
+    q_min: int
+    q_max: int
+    #: The math type is f64, not f32.
+    f64: bool
 
 
-@triton.jit
-def bounds(zero_point, HAS_ZP: tl.constexpr, Q_MIN: tl.constexpr, Q_MAX: tl.constexpr, F64: tl.constexpr):
-    """(low, high, shift): the clamp's bounds and, in f32, what added to a value between them rounds it.
+class Bounds(NamedTuple):
+    """The clamp's bounds, less the zero point, and in f32 the `shift` that rounds when added to a value between them.
 
-    The shift contains the zero point, so that the sum is MAGIC plus at most 8 bits however large the zero point is.
-    But for an odd zero point's last unit, which would turn ties to even into ties to odd.
+    A bound that no value can pass may be None.
     """
-    if F64:
-        return Q_MIN - zero_point, Q_MAX - zero_point, 0
-    elif HAS_ZP:
-        shift = (zero_point & -2).to(tl.float32) + MAGIC_F32
-        return (Q_MIN - zero_point).to(tl.float32), (Q_MAX - zero_point).to(tl.float32), shift
-    else:
-        return Q_MIN * 1.0, Q_MAX * 1.0, MAGIC_F32
+
+    low: Any
+    high: Any
+    shift: Any
 
 
 @triton.jit
-def awkward(scale, zero_point, HAS_ZP: tl.constexpr, F64: tl.constexpr):
+def bounds_of(zero_point, QUANTIZER: tl.constexpr):
+    """The bounds with a zero point, or with None.
+
+    The shift contains the zero point, so that the sum is MAGIC plus at most 8 bits however large the zero point is,
+    except for an odd zero point's last unit, which would turn ties to even into ties to odd.
+    """
+    q_min: tl.constexpr = QUANTIZER.q_min
+    q_max: tl.constexpr = QUANTIZER.q_max
+    if zero_point is None:
+        if QUANTIZER.f64:
+            return Bounds(low=q_min, high=q_max, shift=0)
+        else:
+            return Bounds(low=q_min * 1.0, high=q_max * 1.0, shift=MAGIC_F32)
+    elif QUANTIZER.f64:
+        return Bounds(low=q_min - zero_point, high=q_max - zero_point, shift=0)
+    else:
+        shift = (zero_point & -2).to(tl.float32) + MAGIC_F32
+        low, high = (q_min - zero_point).to(tl.float32), (q_max - zero_point).to(tl.float32)
+        return Bounds(low=low, high=high, shift=shift)
+
+
+@triton.jit
+def awkward(scale, zero_point, F64: tl.constexpr):
     """Whether any scale or bound asks for the FAR way of `quantize_steps`."""
     fine = ordinary(scale, F64).to(tl.int32)
-    if HAS_ZP and not F64:
+    if zero_point is not None and not F64:
         fine &= (tl.abs(zero_point) <= NEAR).to(tl.int32)
     if fine.type.is_block():
         return tl.min(fine) == 0
@@ -66,44 +98,75 @@ def whole(y, low, high):
     else:
         # Of NaN the conversion makes the smallest of all integers.
         t = tl.inline_asm_elementwise("cvt.rni.s32.f64 $0, $1;", "=r,d", [y], tl.int32, is_pure=True, pack=1)
-        return tl.minimum(tl.maximum(t, low), high)
+        return clamp(t, low, high)
 
 
 @triton.jit
-def quantize_steps(
-    x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr
-):
+def quantize_steps(x, divisor, bounds, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr):
     """rint(x / scale) clamped to the bounds, as a step. NaN gives the lower bound.
 
     PLAIN, with an `ordinary` scale and bounds that are not far, clamps x before it is divided: nothing can overflow
     any more, and the bounds come back exact. FAR takes any scale and bound: a quotient beyond every bound need only
     stay there, so +inf is held finite, as its remainder would be NaN; what does become NaN is -inf or NaN already, the
-    lower bound to any clamp. HELD is for an x that its scale's range contains, already brought near by `times`, whose
-    quotient is bounded or NaN; a bound that it cannot pass, or that is kept elsewhere, is None. In f32 one correction
-    is enough: checked over all x.
+    lower bound to any clamp. HELD is for an x whose quotient is bounded or NaN, since the scale comes from its range;
+    a bound that it cannot pass, or that is kept elsewhere, is None. In f32 one correction is enough, checked for all x.
     """
     if not RECIPROCAL and WAY == FAR:
-        x = x * factor
+        x = x * divisor.factor
     if F64:
-        y = x * reciprocal
+        y = x * divisor.reciprocal
         if not RECIPROCAL:
-            q = corrected_twice(y, x, divisor, reciprocal, F64)
+            q = corrected_twice(y, x, divisor, F64)
             y = q if WAY == HELD else tl.where(tl.abs(y) < BEYOND, q, y)
-        return whole(y, low, high)
+        return whole(y, bounds.low, bounds.high)
     elif not RECIPROCAL and WAY == PLAIN:
-        x = at_most(at_least(x, low * divisor), high * divisor)
-        return corrected(x * reciprocal, x, divisor, reciprocal) + shift
+        x = at_most(at_least(x, bounds.low * divisor.value), bounds.high * divisor.value)
+        return corrected(x * divisor.reciprocal, x, divisor) + bounds.shift
     else:
-        y = x * reciprocal
+        y = x * divisor.reciprocal
         if not RECIPROCAL:
             if WAY == FAR:
                 y = at_most(y, BEYOND)
-            y = corrected(y, x, divisor, reciprocal)
-        if low is not None:
-            y = at_least(y, low)
-        if high is not None:
-            y = at_most(y, high)
-        return y + shift
+            y = corrected(y, x, divisor)
+        return between(y, bounds) + bounds.shift
+
+
+@triton.jit
+def between(y, bounds):
+    """An f32 clamped to the bounds that there are; NaN gives the lower one."""
+    if bounds.low is not None:
+        y = at_least(y, bounds.low)
+    if bounds.high is not None:
+        y = at_most(y, bounds.high)
+    return y
+
+
+@triton.jit
+def quantize_to_int8(x, scale, reciprocal, is_ordinary, q_min, q_max):
+    """clamp(rint(x / scale)) of an f32 x that gave the scale by its range, bounds in f32; for Gluon kernels.
+
+    `is_ordinary` says of all scales at once that they are, and so that the corrected product is the exact quotient.
+    """
+    bounds = Bounds(low=q_min, high=q_max, shift=MAGIC_F32)
+    if is_ordinary:
+        divisor = Divisor(value=scale, reciprocal=reciprocal, factor=scale)
+        step = quantize_steps(x, divisor, bounds, False, HELD, False)
+    else:
+        step = between(exact_divide(x, tl.broadcast_to(scale, x.shape), False), bounds) + bounds.shift
+    return step_bits(step, False).to(tl.int8)
+
+
+@triton.jit
+def nearest(x, NEAR_ZERO: tl.constexpr, F64: tl.constexpr):
+    """x rounded half to even. NEAR_ZERO where a result beyond 2**22 need only stay as large."""
+    if NEAR_ZERO:
+        magic: tl.constexpr = MAGIC_F64 if F64 else MAGIC_F32
+        return (x + magic) - magic
+    else:
+        whole: tl.constexpr = 2.0**52 if F64 else 2.0**23  # from here on it is an integer already
+        size = tl.abs(x)
+        rounded = tl.where(size < whole, (size + whole) - whole, size)
+        return tl.where(x < 0, -rounded, rounded)
 
 
 @triton.jit
@@ -125,26 +188,27 @@ def step_rest(zero_point, F64: tl.constexpr):
 
 
 @triton.jit
-def step_value(step, shift, F64: tl.constexpr):
+def step_value(step, bounds, F64: tl.constexpr):
     """q - zero point, in the math type."""
-    return step.to(tl.float64) if F64 else step - shift
+    return step.to(tl.float64) if F64 else step - bounds.shift
 
 
 @triton.jit
-def in_range(
-    x, divisor, reciprocal, factor, low, high, shift, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr
-):
+def in_range(x, divisor, bounds, RECIPROCAL: tl.constexpr, WAY: tl.constexpr, F64: tl.constexpr):
     """low <= rint(x / scale) <= high; NaN is not.
 
-    PLAIN compares x itself with the ends of what passes, found once per scale. Otherwise clamped one step further out:
-    that rounds the same and says the same.
+    PLAIN compares x itself with the ends of what passes, found once per scale. Otherwise the step is clamped one
+    further out, which rounds the same and says the same.
     """
     if WAY == PLAIN and not RECIPROCAL and not F64:
-        return (x >= least_above(half_way(low, -0.5, divisor))) & (x <= most_below(half_way(high, 0.5, divisor)))
+        first = least_above(half_way(bounds.low, -0.5, divisor.value))
+        last = most_below(half_way(bounds.high, 0.5, divisor.value))
+        return (x >= first) & (x <= last)
     else:
         one: tl.constexpr = 1 if F64 else 1.0
-        step = quantize_steps(x, divisor, reciprocal, factor, low - one, high + one, shift, RECIPROCAL, WAY, F64)
-        return (step >= low + shift) & (step <= high + shift)
+        further = Bounds(low=bounds.low - one, high=bounds.high + one, shift=bounds.shift)
+        step = quantize_steps(x, divisor, further, RECIPROCAL, WAY, F64)
+        return (step >= bounds.low + bounds.shift) & (step <= bounds.high + bounds.shift)
 
 
 @triton.jit

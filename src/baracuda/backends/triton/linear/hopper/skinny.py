@@ -1,7 +1,10 @@
-"""W8A8 GEMM for few tokens on sm_90 in Gluon: out.T = weight @ x.T, as fast as the weight can be read.
+"""The GEMM for few tokens: out.T = weight @ x.T, as fast as the weight can be read.
 
-Each program keeps a ring of TMA copies in flight while four warps multiply, so there is nothing to overlap by hand.
-With QUANTIZE the activations come in as floats and every program quantizes the few rows for itself: one launch in all.
+Each program keeps a ring of TMA copies in flight while four warps multiply, so there is nothing to overlap by hand. The
+constant TILE is the `tune.Skinny` of a problem.
+
+Where the scales are "given" (`TermKinds.scale`), the activations come in as floats and every program quantizes the few
+rows for itself: one launch in all.
 """
 
 from __future__ import annotations
@@ -16,27 +19,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .hopper import completed, read_scales, scaled
+from ...numerics.comparisons import from_magnitude_bits, magnitude_bits
+from ...numerics.conversions import to_float
+from ...numerics.division import invert, ordinary
+from ...numerics.qparams import symmetric_scale
+from ...numerics.rounding import quantize_to_int8
+from .epilogue import completed, read_scales, scaled
 
 #: Of the program's threads; Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.jit
-def fetch(
-    j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT: gl.constexpr, TILES: gl.constexpr,
-    QUANTIZE: gl.constexpr,
-):  # fmt: skip
+def fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, TILE: gl.constexpr, QUANTIZE: gl.constexpr):
     """Start the copies of this program's step j. Steps behind the end of K read zeros."""
     STAGES: gl.constexpr = w_bufs.shape[0]
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
     BT: gl.constexpr = x_desc.block_type.shape[0]
+    SPLIT: gl.constexpr = TILE.split
     unit = gl.program_id(0) + j // per_unit * gl.num_programs(0)
     k = (unit % SPLIT * per_unit + j % per_unit) * BK
     stage = j % STAGES
-    tokens = unit // SPLIT % TILES * BT
-    rows = unit // (SPLIT * TILES) * BN
+    tokens = unit // SPLIT % TILE.tiles * BT
+    rows = unit // (SPLIT * TILE.tiles) * BN
     ready = full.index(stage)
     if QUANTIZE:
         mbarrier.expect(ready, w_desc.block_type.nbytes, pred=j < total)
@@ -50,49 +56,35 @@ def fetch(
 def load_rows(x_ptr, k, M, K, BT: gl.constexpr, BK: gl.constexpr, LAYOUT: gl.constexpr):
     rows = gl.expand_dims(gl.arange(0, BT, gl.SliceLayout(1, LAYOUT)), 1)
     columns = k + gl.expand_dims(gl.arange(0, BK, gl.SliceLayout(0, LAYOUT)), 0)
-    return gl.load(x_ptr + rows * K + columns, (rows < M) & (columns < K), other=0).to(gl.float32)
+    return to_float(gl.load(x_ptr + rows * K + columns, (rows < M) & (columns < K), other=0), False)
 
 
 @gluon.jit
 def row_scales(x_ptr, M, K, q_max, BT: gl.constexpr, LAYOUT: gl.constexpr):
-    """max abs x / q_max of every row, kept away from zero. An integer maximum over the bits lets NaN through."""
+    """The scale of every row, from its largest magnitude. An integer maximum over the bits lets NaN through."""
     WIDE: gl.constexpr = 16384 // BT
     largest = gl.zeros((BT, WIDE), gl.int32, LAYOUT)
     for k in range(0, K, WIDE):
-        x = load_rows(x_ptr, k, M, K, BT, WIDE, LAYOUT)
-        largest = gl.maximum(largest, x.to(gl.int32, bitcast=True) & 0x7FFFFFFF)
-    amax = gl.max(largest, axis=1).to(gl.float32, bitcast=True)
-    scale = gl.div_rn(amax, gl.full_like(amax, 1.0) * q_max)
-    scale = gl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
-    scale = gl.where(amax == 0, 1.0, scale)
-    return gl.where(scale == scale, scale, float("nan"))
-
-
-@gluon.jit
-def quantized(x, scale, reciprocal, ordinary, q_min, q_max):
-    """clamp(rint(x / scale)). The corrected product is the correctly rounded quotient for an ordinary scale."""
-    s = gl.expand_dims(scale, 1)
-    if ordinary:
-        r = gl.expand_dims(reciprocal, 1)
-        q = x * r
-        q = gl.fma(gl.fma(-q, s, x), r, q)
-    else:
-        q = gl.div_rn(x, s + gl.zeros_like(x))
-    q = gl.minimum(gl.maximum(q, q_min), q_max)
-    # Adding 1.5 * 2**23 rounds half to even and leaves the integer in the low bits.
-    return (q + 12582912.0).to(gl.int32, bitcast=True).to(gl.int8)
+        largest = gl.maximum(largest, magnitude_bits(load_rows(x_ptr, k, M, K, BT, WIDE, LAYOUT)))
+    amax = from_magnitude_bits(gl.max(largest, axis=1))
+    return symmetric_scale(amax, gl.full_like(amax, 1.0) * q_max)
 
 
 @gluon.jit
 def gemm_skinny(
-    x_desc, w_desc, x_ptr, out_ptr, partial_ptr, scale_out_ptr, sa_ptr, sa, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr,
-    residual_ptr, q_min, q_max, M, N, K, BT: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr,
-    TILES: gl.constexpr, QUANTIZE: gl.constexpr, EPILOGUE: gl.constexpr,
+    x_desc, w_desc, x_ptr, out_ptr, partial_ptr, scale_out_ptr, terms, q_min, q_max, shape, TILE: gl.constexpr,
+    KINDS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is BN rows of the weight, one of TILES parts of the tokens and one of SPLIT parts of K.
+    """A unit of work is BN rows of the weight, one of TILE.tiles parts of the tokens and one of TILE.split parts of K.
 
-    With SPLIT > 1 the sums go to partial[SPLIT, M, N].
+    With split-K the sums go to partial[TILE.split, M, N].
     """
+    M, N, K = shape
+    BT: gl.constexpr = TILE.tokens
+    STAGES: gl.constexpr = TILE.stages
+    SPLIT: gl.constexpr = TILE.split
+    TILES: gl.constexpr = TILE.tiles
+    QUANTIZE: gl.constexpr = KINDS.scale == "given"
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
     OUT: gl.constexpr = out_ptr.dtype.element_ty
@@ -112,20 +104,19 @@ def gemm_skinny(
     pid = gl.program_id(0)
     total = gl.cdiv(units - pid, gl.num_programs(0)) * per_unit
     for j in gl.static_range(STAGES - 1):
-        fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, TILES, QUANTIZE)
+        fetch(j, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, TILE, QUANTIZE)
 
     if QUANTIZE:
         scale = row_scales(x_ptr, M, K, q_max, BT, ROWS)
-        reciprocal = gl.div_rn(gl.full_like(scale, 1.0), scale)
-        in_range = gl.where((scale >= 7.888609052210118e-31) & (scale <= 1.2676506002282294e30), 1, 0)
-        ordinary = gl.min(in_range, axis=0) == 1
+        is_ordinary = gl.min(gl.where(ordinary(scale, False), 1, 0), axis=0) == 1
+        divisor, reciprocal = gl.expand_dims(scale, 1), gl.expand_dims(invert(scale, False), 1)
         if pid == 0:
             token = gl.arange(0, BT, gl.SliceLayout(1, ROWS))
             gl.store(scale_out_ptr + token, scale, token < M)
-        row_scale = gl.convert_layout(scale, gl.SliceLayout(0, MMA))
+        given = gl.convert_layout(scale, gl.SliceLayout(0, MMA))
         x = load_rows(x_ptr, pid % SPLIT * per_unit * BK, M, K, BT, BK, ROWS)
     else:
-        row_scale = sa
+        given = None
 
     acc = gl.zeros((BN, BT), gl.int32, MMA)
     for j in range(total):
@@ -133,7 +124,7 @@ def gemm_skinny(
         unit = pid + j // per_unit * gl.num_programs(0)
         if QUANTIZE:
             x_now = x_bufs.index(j % 2)
-            x_now.store(quantized(x, scale, reciprocal, ordinary, q_min, q_max))
+            x_now.store(quantize_to_int8(x, divisor, reciprocal, is_ordinary, q_min, q_max))
             fence_async_shared()
             following = j + 1
             unit_then = pid + following // per_unit * gl.num_programs(0)
@@ -144,7 +135,7 @@ def gemm_skinny(
         acc = warpgroup_mma(w_bufs.index(j % STAGES), x_now.permute((1, 0)), acc, use_acc=inner > 0, is_async=True)
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         barrier()
-        fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, SPLIT, TILES, QUANTIZE)
+        fetch(j + STAGES - 1, total, x_desc, w_desc, x_bufs, w_bufs, full, per_unit, TILE, QUANTIZE)
         if inner == per_unit - 1:
             column = unit // (SPLIT * TILES) * BN
             first = unit // SPLIT % TILES * BT
@@ -157,10 +148,9 @@ def gemm_skinny(
             else:
                 tokens = first + gl.arange(0, BT, gl.SliceLayout(0, MMA))
                 columns = column + gl.arange(0, BN, gl.SliceLayout(1, MMA))
-                scales = (sa_ptr, row_scale, sw_ptr, sw, bias_ptr, zp_ptr, zp, sum_ptr, residual_ptr)
-                by_token, by_column = read_scales(tokens, columns, M, N, scales, EPILOGUE)
-                y = scaled(acc, tokens, columns, M, N, by_token, by_column, scales, EPILOGUE)
-                y = completed(y, tokens, columns, M, N, scales, EPILOGUE, OUT)
+                scales = read_scales(tokens, columns, M, N, terms, given, KINDS)
+                y = scaled(acc, tokens, columns, M, N, scales, terms, KINDS)
+                y = completed(y, tokens, columns, M, N, terms, KINDS, OUT)
                 gl.store(
                     out_ptr + token.to(gl.int64) * N + place, gl.convert_layout(gl.permute(y, [1, 0]), STORE), mask
                 )
