@@ -41,6 +41,7 @@ from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, Per
 from baracuda.backends.triton.linear.hopper import gemm as hopper
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem, scale_elements
+from baracuda.core.types import OpCategory
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, LAYOUTS, LINEAR_CASES, Case, assert_same_bits, is_linear, operands, run
 
@@ -88,7 +89,8 @@ def linears() -> list[Case]:
 def odd() -> list[Case]:
     """Operands of these start one element into their memory, where no access may be wide."""
     cases = []
-    for op, kind in product((op for op in OPS if op not in LINEARS), (ElementKind.S8, ElementKind.S4)):
+    quantizing = [op for op, row in OPS.items() if row.category is not OpCategory.GEMM]
+    for op, kind in product(quantizing, (ElementKind.S8, ElementKind.S4)):
         if op is not QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
             p = Problem(op, (5, 264), ElementKind.BF16, kind, 1 - 2 ** (kind.bits - 1), kind.q_max, PerToken())
             cases.append(Case(p))

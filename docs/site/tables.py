@@ -94,10 +94,26 @@ def guarantees() -> str:
         order = JOINT.join(kind.value for kind in ElementKind if kind.value in floats)
         yes = [
             _yes(v)
-            for v in (guarantee.deterministic, guarantee.bit_stable_on_same_hardware, guarantee.matches_reference)
+            for v in (
+                guarantee.deterministic,
+                guarantee.bit_stable_on_same_hardware,
+                guarantee.batch_invariant,
+                guarantee.split_invariant,
+                guarantee.matches_reference,
+            )
         ]
         rows.append([listed, order, guarantee.math_precision.value, guarantee.accumulator.value, *yes])
-    header = ["operations", "types", "math", "sums", "deterministic", "bit-stable", "reference"]
+    header = [
+        "operations",
+        "types",
+        "math",
+        "sums",
+        "deterministic",
+        "bit-stable",
+        "batch-invariant",
+        "split-invariant",
+        "reference",
+    ]
     return table(header, rows)
 
 

@@ -77,9 +77,11 @@ def test_the_matrix_shows_a_kernel_that_is_missing(monkeypatch: pytest.MonkeyPat
     assert without_cpu in row()
 
 
-def test_every_guarantee_is_the_reference_s_bits() -> None:
+def test_every_guarantee_but_that_of_float_sums_is_the_reference_s_bits() -> None:
     lines = tables.guarantees().replace("<wbr>", "").splitlines()[2:]
-    assert lines and all(line.rstrip("| ").endswith("yes") for line in lines)
+    exact = [line for line in lines if "weight_only_linear" not in line]
+    assert exact and len(exact) < len(lines)
+    assert all(line.rstrip("| ").endswith("yes") == (line in exact) for line in lines)
     assert any("quantized_linear" in line and "| f64 | f64 | s32 |" in line for line in lines)
 
 

@@ -148,7 +148,7 @@ def test_sums_beyond_int32_are_exact(kind, m) -> None:
     for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
         plan = SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=backend))
         out = torch.zeros(m, n, device=DEVICE)
-        plan.launch((act, 1.0, None, weight, 1.0, None, None, None, out), plan.allocate_workspace())
+        plan.launch((act, 1.0, None, weight, 1.0, None, None, None, None, out), plan.allocate_workspace())
         results.append(out)
     assert torch.equal(*results)
     assert abs(float(results[0][0, 0])) > 2**31

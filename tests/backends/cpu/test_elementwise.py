@@ -55,7 +55,7 @@ def test_the_sums_of_a_long_linear_are_exact(k: int, mode: DynamicRangeMode, kin
         QuantizeKind.SMOOTHQUANT_LINEAR, (2, 3, k), ElementKind.F64, kind, kind.q_min, kind.q_max, mode=mode,
         scale_element=ElementKind.F64,
     )  # fmt: skip
-    values = (act, 1.0, zero_point, weight, 1.0, None, None, None, torch.empty(2, 3, dtype=torch.float64))
+    values = (act, 1.0, zero_point, weight, 1.0, None, None, None, None, torch.empty(2, 3, dtype=torch.float64))
     assert_like_reference(p, values, k, _cpu.isas())
 
 
@@ -76,7 +76,7 @@ def test_the_largest_products_do_not_saturate(shape: tuple[int, int, int]) -> No
         )
         sums = torch.empty(m, n)
         for zero_point in (None, kind.q_min, kind.q_max):
-            values = (act.view(kind.dtype), 1.0, zero_point, weight, 1.0, None, None, None, sums)
+            values = (act.view(kind.dtype), 1.0, zero_point, weight, 1.0, None, None, None, None, sums)
             assert_like_reference(p, values, (kind, weight_kind, zero_point), _cpu.isas())
 
 
@@ -87,7 +87,7 @@ def test_a_kept_weight_sum_gives_the_same_linear_as_one_computed_on_the_way() ->
         mode=DynamicRangeMode.ASYMMETRIC,
     )  # fmt: skip
     for weight_sum in (None, weight.sum(1, dtype=torch.int32)):
-        values = (x, weight, 0.02, None, weight_sum, None, None, None, torch.empty(9, 21))
+        values = (x, weight, 0.02, None, weight_sum, None, None, None, None, torch.empty(9, 21))
         assert_like_reference(p, values, weight_sum is None, _cpu.isas())
 
 
@@ -98,7 +98,7 @@ def test_scratch_that_the_caller_gives_is_filled() -> None:
         )
         x, weight = torch.randn(5, 48).bfloat16(), torch.randint(-127, 128, (8, 60), dtype=torch.int8)[:, 3:51]
         scratch = torch.empty(5, 48, dtype=kind.dtype), torch.empty(5)
-        weights = (weight, torch.rand(8), torch.randn(8), None, None)
+        weights = (weight, torch.rand(8), torch.randn(8), None, None, None)
         values = (x, *weights, *scratch, torch.empty(5, 8, dtype=torch.bfloat16))
         assert_like_reference(p, values, mode, _cpu.isas())
 
@@ -284,7 +284,7 @@ def test_a_zero_point_that_a_symmetric_problem_did_not_announce_is_summed_exactl
     k = 100_000
     p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (20, 16, k), ElementKind.F64, ElementKind.S8, -128, 127)
     act, weight = torch.full((20, k), -128, dtype=torch.int8), torch.full((16, k), -128, dtype=torch.int8)
-    (y,) = plan_for(p).compute((act, 1.0, 127, weight, 1.0, None, None, None))
+    (y,) = plan_for(p).compute((act, 1.0, 127, weight, 1.0, None, None, None, None))
     assert (y == (-128 - 127) * -128 * k).all()
 
 

@@ -45,7 +45,7 @@ if INTERPRETER:
         given = {"none": None, "number": near, "tensor": torch.tensor(near, dtype=torch.int32)}[zero_point]
         plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
         out = torch.full((2, 3), 77.0, dtype=torch.float64)
-        plan.launch((act, 1.0, given, stored.to(weight.dtype), 1.0, None, None, None, out), None)
+        plan.launch((act, 1.0, given, stored.to(weight.dtype), 1.0, None, None, None, None, out), None)
         return out
 
     @pytest.mark.parametrize("zero_point", ["none", "number", "tensor"])
@@ -61,7 +61,9 @@ if INTERPRETER:
         for backend in (BackendKind.TRITON, BackendKind.REFERENCE):
             plan = SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
             scratch = torch.full((2, 4), 77, dtype=torch.int8), torch.full((2,), 77.0)
-            plan.launch((x, weight, 1.0, None, None, None, *scratch, torch.empty(2, 0)), plan.allocate_workspace())
+            plan.launch(
+                (x, weight, 1.0, None, None, None, None, *scratch, torch.empty(2, 0)), plan.allocate_workspace()
+            )
             found.append(scratch)
         assert all(map(torch.equal, *found))
 
