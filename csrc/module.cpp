@@ -5,7 +5,6 @@
 
 #include <cmath>
 #include <cstdlib>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -174,7 +173,7 @@ public:
                               zero_point_pitch, zero_point_number, out);
         auto part = [&](int64_t i, int64_t of) { kernels->elementwise(job, i, of); };
         nb::gil_scoped_release released;
-        if (numel_) share_out(threads, part);
+        share_out(threads, part);
     }
 
     void run_learned(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
@@ -191,13 +190,8 @@ public:
         auto learn = [&](int64_t i, int64_t of) { kernels->learn(job, i, of); };
         auto total = [&](int64_t i, int64_t of) { kernels->total(job, i, of); };
         nb::gil_scoped_release released;
-        if (numel_) {
-            share_out(threads, learn);
-            if (workspace()) share_out(segments_ < 64 ? 1 : threads, total);
-        } else {
-            const int64_t bytes = segments_ * (p_.element == F64 ? 8 : 4);
-            if (bytes) memset(job.grad_scale, 0, bytes), memset(job.grad_zero_point, 0, bytes);
-        }
+        share_out(threads, learn);
+        if (workspace()) share_out(segments_ < 64 ? 1 : threads, total);
     }
 
     void run_dynamic(uint64_t x, int64_t x_pitch, uint64_t scale_out, uint64_t zero_point_out, uint64_t out,

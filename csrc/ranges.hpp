@@ -216,7 +216,7 @@ template <class M>
 void finish_segments(const Job& job, int64_t first, int64_t last, const Keys& keys) {
     constexpr int64_t BATCH = 256;
     const Problem p = job.p;
-    const bool empty = p.view.segment_length() == 0;
+    const bool empty = p.view.segment_length() == 0;  // without keys, then
     M high[BATCH], low[BATCH], scale[BATCH];
     int32_t zero_point[BATCH];
     for (int64_t at = first; at < last; at += BATCH) {
@@ -323,7 +323,9 @@ void fused(const Job& job, int64_t part, int64_t parts) {
     if (job.stream) stream_end();
 }
 
-inline Keys shared_keys(const Job& job) { return {job.keys, job.keys + job.p.view.segments(), 0, true}; }
+inline Keys shared_keys(const Job& job) {
+    return {job.keys, job.keys ? job.keys + job.p.view.segments() : nullptr, 0, true};
+}
 
 // The shares of the quantize step that follows, so that it finds the end of its own share in the cache.
 template <class M>

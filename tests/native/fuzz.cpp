@@ -87,8 +87,15 @@ void shape(Problem& p) {
         default: {  // strided
             p.last = size(2100);
             p.view = {1, size(20), size(9), p.last * size(3)};
-            if (p.view.inner == 1) p.view.inner = 1;
         }
+    }
+    if (upto(15)) return;
+    switch (upto(4)) {  // an axis of length 0: before, in, or after the segments; or the last one
+        case 0: p.view.repeat = 0; break;
+        case 1: p.view.rows = 0; break;
+        case 2: p.view.run = 0; break;
+        case 3: p.view.inner = 0; break;
+        default: p.view.run = 0, p.last = 0;
     }
 }
 
@@ -111,7 +118,7 @@ void build(Case& c) {
     p.q_min = low[p.quantized - S8], p.q_max = high[p.quantized - S8];
     p.asymmetric = upto(1), p.include_zero = upto(1), p.reciprocal = upto(2) == 0;
     shape(p);
-    const int64_t n = p.view.numel(), segments = p.view.segments(), lines = n / p.last, wide = p.last + upto(1) * 3;
+    const int64_t n = p.view.numel(), segments = p.view.segments(), lines = n ? n / p.last : 0, wide = p.last + upto(1) * 3;
     const int64_t size = bytes_of(p.element);
     c.dynamic = p.op >= DYNAMIC_QUANTIZE;
     c.buffers.reserve(9);
@@ -120,13 +127,14 @@ void build(Case& c) {
         return c.buffers.back();
     };
     const bool dense = wide == p.last;
+    const int64_t strided = lines ? ((lines - 1) * wide + p.last) * size : 0;
     if (p.op == DEQUANTIZE) {
         c.job.x = rows(add(stored(p.quantized, p.last) * lines), p.last, stored(p.quantized, p.last), true);
     } else if (p.op != DEQUANTIZE_BACKWARD) {
-        c.job.x = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
+        c.job.x = rows(add(strided), p.last, wide, dense);
     }
     if (p.op >= QUANTIZE_BACKWARD && p.op <= FAKE_QUANTIZE_LEARNED_BACKWARD)
-        c.job.dy = rows(add(((lines - 1) * wide + p.last) * size), p.last, wide, dense);
+        c.job.dy = rows(add(strided), p.last, wide, dense);
     if (c.dynamic) {
         Buffer& scale = add(segments * bytes_of(p.scale_element));
         Buffer& zero_point = add(segments * 4);
@@ -240,7 +248,7 @@ int main(int argc, char** argv) {
         Case c;
         build(c);
         const Problem& p = c.job.p;
-        const bool fusable = p.view.repeat == 1 && (p.view.inner > 1 || p.view.run >= p.last || p.last / p.view.run <= BLOCK_SEGMENTS);
+        const bool fusable = p.view.numel() == 0 || (p.view.repeat == 1 && (p.view.inner > 1 || p.view.run >= p.last || p.last / p.view.run <= BLOCK_SEGMENTS));
         const auto expected = run(c, all[0], 1, false);
         for (const Kernels* table : all)
             for (int64_t threads : {int64_t(1), 1 + upto(4)})
