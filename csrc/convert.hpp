@@ -49,6 +49,14 @@ struct Bf16 {
     }
 };
 
+// Calls body(M(), X()) with the types the element is computed and held in.
+template <class Body>
+inline void by_element(int element, Body body) {
+    if (element == F64) return body(double(), double());
+    if (element == BF16) return body(float(), Bf16());
+    body(float(), float());
+}
+
 // Exact, subnormals included: the exponent is moved by a multiplication with a power of two.
 inline float from_f16(uint16_t h) {
     uint32_t magnitude = uint32_t(h & 0x7fff) << 13;

@@ -121,6 +121,8 @@ struct Epilogue {
     int64_t residual_pitch;
 };
 
+// The operands of a linear's product. An s4 weight may come in groups of `group` elements along k, each of which is
+// multiplied with an integer factor in 1..15: factor[n, k / group], of which the low four bits count.
 struct Dot {
     const char* a;
     bool a_unsigned;
@@ -128,22 +130,38 @@ struct Dot {
     const char* w;
     bool w_packed;
     int64_t w_pitch;
+    const uint8_t* factor;
+    int64_t group, factor_pitch;
+    char* prepared;  // the activations as the product wants them: prepared_bytes of them, from a multiple of 64 on
 };
 
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
 struct Kernels {
-    const char* name;
     void (*elementwise)(const Job&, int64_t part, int64_t parts);
     void (*fused_range)(const Job&, int64_t part, int64_t parts);
     void (*reduce)(const Job&, int64_t part, int64_t parts);
     void (*finish)(const Job&, int64_t part, int64_t parts);
     void (*learn)(const Job&, int64_t part, int64_t parts);
     void (*total)(const Job&, int64_t part, int64_t parts);
+};
+
+// The widest vector, in bytes, that prepared activations are padded for.
+constexpr int64_t WIDEST = 64;
+
+// Enough for every instruction set: 16-bit activations, or 8-bit ones, rows padded to whole vectors; a sum for each row;
+// the group of each vector lane of 32 weights.
+ALWAYS_INLINE int64_t prepared_bytes(int64_t m, int64_t k) {
+    const int64_t row = (k + 2 * WIDEST - 1) / (2 * WIDEST) * (2 * WIDEST);
+    return m * row * 2 + (m * 4 + WIDEST - 1) / WIDEST * WIDEST + row / 32 * 4;
+}
+
+struct LinearKernels {
     void (*weight_sums)(const Dot&, int64_t n, int64_t k, int32_t* sums, int64_t part, int64_t parts);
     void (*unpack)(const Dot&, int64_t n, int64_t k, int8_t* out, int64_t part, int64_t parts);
     void (*shift)(const Dot&, int64_t m, int64_t k, int8_t* out, int64_t part, int64_t parts);
     void (*epilogue)(const Epilogue&, const int32_t* acc, int64_t part, int64_t parts);
-    void (*small_linear)(const Epilogue&, const Dot&, int64_t part, int64_t parts);
+    void (*prepare)(const Epilogue&, const Dot&);
+    void (*multiply)(const Epilogue&, const Dot&, int64_t part, int64_t parts);
 };
 
 }  // namespace baracuda

@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "learned.hpp"
-#include "linear.hpp"
 #include "ranges.hpp"
 
 namespace baracuda {
@@ -58,7 +57,6 @@ void total(const Job& job, int64_t part, int64_t parts) {
 }  // namespace
 
 extern const Kernels BARACUDA_TABLE;
-const Kernels BARACUDA_TABLE = {BARACUDA_ISA, elementwise, fused_range, reduce,     finish,   learned,
-                                total,        weight_sums, unpack_rows, shift_rows, epilogue, small_linear};
+const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total};
 
 }  // namespace baracuda

@@ -1,6 +1,5 @@
-// Around the integer multiplication of a linear: weight sums, 4-bit weights, the epilogue, and the multiplication itself
-// where a matrix library has nothing to gain (a few rows) or could overflow (a very long K). Included once per
-// instruction set.
+// Around the integer multiplication of a linear: weight sums, 4-bit weights, the epilogue. Included once per instruction
+// set.
 #pragma once
 #include "activation.hpp"
 #include "walk.hpp"
@@ -16,10 +15,19 @@ inline int32_t sum_of(const int8_t* w, int64_t k) {
     return sum;
 }
 
+// n weights of a row from the even index `first` on, as s8: where they lie, or expanded in the buffer.
 inline const int8_t* weights(const Dot& dot, int64_t row, int64_t first, int64_t n, int8_t* buffer) {
     if (!dot.w_packed) return reinterpret_cast<const int8_t*>(dot.w) + row * dot.w_pitch + first;
     unpack(reinterpret_cast<const uint8_t*>(dot.w) + row * dot.w_pitch + first / 2, n, true,
            reinterpret_cast<uint8_t*>(buffer));
+    if (!dot.factor) return buffer;
+    const uint8_t* factors = dot.factor + row * dot.factor_pitch;
+    for (int64_t i = 0, size; i < n; i += size) {
+        const int64_t group = (first + i) / dot.group;
+        size = least(n - i, (group + 1) * dot.group - first - i);
+        const int8_t factor = int8_t(factors[group] & 15);
+        IVDEP for (int64_t j = i; j < i + size; ++j) buffer[j] = int8_t(buffer[j] * factor);
+    }
     return buffer;
 }
 
@@ -38,9 +46,7 @@ void weight_sums(const Dot& dot, int64_t n, int64_t k, int32_t* sums, int64_t pa
 
 void unpack_rows(const Dot& dot, int64_t n, int64_t k, int8_t* out, int64_t part, int64_t parts) {
     const Range r = share(n, part, parts);
-    for (int64_t row = r.first; row < r.last; ++row)
-        unpack(reinterpret_cast<const uint8_t*>(dot.w) + row * dot.w_pitch, k, true,
-               reinterpret_cast<uint8_t*>(out + row * k));
+    for (int64_t row = r.first; row < r.last; ++row) weights(dot, row, 0, k, out + row * k);
 }
 
 // u8 activations moved by -128 into s8.
@@ -124,57 +130,6 @@ void epilogue_rows(const Epilogue& e, const int32_t* acc, int64_t part, int64_t 
 void epilogue(const Epilogue& e, const int32_t* acc, int64_t part, int64_t parts) {
     if (e.element == F64) return epilogue_rows<double>(e, acc, part, parts);
     epilogue_rows<float>(e, acc, part, parts);
-}
-
-// -- a few rows --------------------------------------------------------------------------------------------------
-
-inline int32_t product(const int16_t* a, const int8_t* w, int64_t n) {
-    int32_t sum = 0;
-    for (int64_t i = 0; i < n; ++i) sum += a[i] * int16_t(w[i]);
-    return sum;
-}
-
-inline void centre(const Dot& dot, int64_t m, int64_t first, int64_t n, int16_t zero_point, int16_t* to) {
-    const char* from = dot.a + m * dot.a_pitch + first;
-    if (dot.a_unsigned) {
-        IVDEP for (int64_t i = 0; i < n; ++i) to[i] = int16_t(uint8_t(from[i]) - zero_point);
-    } else {
-        IVDEP for (int64_t i = 0; i < n; ++i) to[i] = int16_t(int8_t(from[i]) - zero_point);
-    }
-}
-
-// Memory-bound for a few rows: every weight is read once. The zero point goes into the activations, which are 16-bit
-// here; sums are 64-bit from chunk to chunk, so any K is exact.
-template <class M>
-void small_rows(const Epilogue& e, const Dot& dot, int64_t part, int64_t parts) {
-    constexpr int64_t ROWS = 4, WIDTH = 64;
-    Columns<M> columns;
-    alignas(64) int16_t a[ROWS][CHUNK];
-    alignas(64) int8_t buffer[CHUNK];
-    int64_t acc[ROWS][WIDTH];
-    const Range r = share(e.n, part, parts);
-    for (int64_t first = r.first; first < r.last; first += WIDTH) {
-        const int64_t width = least(WIDTH, r.last - first);
-        columns.read(e, first, width);
-        for (int64_t m = 0; m < e.m; m += ROWS) {
-            const int64_t rows = least(ROWS, e.m - m);
-            memset(acc, 0, sizeof(acc));
-            for (int64_t i = 0; i < e.k; i += CHUNK) {
-                const int64_t n = least(CHUNK, e.k - i);
-                for (int64_t j = 0; j < rows; ++j) centre(dot, m + j, i, n, int16_t(row_zero_point(e, m + j)), a[j]);
-                for (int64_t c = 0; c < width; ++c) {
-                    const int8_t* w = weights(dot, first + c, i, n, buffer);
-                    for (int64_t j = 0; j < rows; ++j) acc[j][c] += product(a[j], w, n);
-                }
-            }
-            for (int64_t j = 0; j < rows; ++j) finish_row<M>(e, m + j, first, width, acc[j], columns);
-        }
-    }
-}
-
-void small_linear(const Epilogue& e, const Dot& dot, int64_t part, int64_t parts) {
-    if (e.element == F64) return small_rows<double>(e, dot, part, parts);
-    small_rows<float>(e, dot, part, parts);
 }
 
 }  // namespace

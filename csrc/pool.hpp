@@ -1,4 +1,4 @@
-// The threads: a caller and its helpers take one share each of a body that is called with (part, parts).
+// The threads: a caller and its helpers take the parts of a body that is called with (part, parts).
 #pragma once
 #include <cstdint>
 
@@ -15,13 +15,20 @@ public:
 
 constexpr int64_t MAX_THREADS = 1024;
 
-void run_parts(int64_t parts, void (*body)(void*, int64_t part, int64_t parts), void* context);
+void run_parts(int64_t threads, int64_t parts, void (*body)(void*, int64_t part, int64_t parts), void* context);
 
-// Runs body(part, parts) for every part, each on a thread of its own where there is one.
+// Runs body(part, parts) for every part. Threads take the next part when they are done with one, so that a late thread
+// holds up nobody; more parts than threads even out what they take.
 template <class Body>
-void share_out(int64_t parts, Body& body) {
+void share_out(int64_t threads, int64_t parts, Body& body) {
     run_parts(
-        parts, [](void* context, int64_t part, int64_t of) { (*static_cast<Body*>(context))(part, of); }, &body);
+        threads, parts, [](void* context, int64_t part, int64_t of) { (*static_cast<Body*>(context))(part, of); }, &body);
+}
+
+// One part a thread.
+template <class Body>
+void share_out(int64_t threads, Body& body) {
+    share_out(threads, threads, body);
 }
 
 }  // namespace baracuda

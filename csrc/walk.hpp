@@ -394,13 +394,5 @@ void walk(const Job& job, int64_t part, int64_t parts, bool backwards) {
     if (job.stream) stream_end();
 }
 
-// Calls body(M(), X()) with the types the element is computed and held in.
-template <class Body>
-inline void by_element(int element, Body body) {
-    if (element == F64) return body(double(), double());
-    if (element == BF16) return body(float(), Bf16());
-    body(float(), float());
-}
-
 }  // namespace
 }  // namespace baracuda

@@ -80,15 +80,49 @@ class Plan:
     ) -> None: ...
 
 class Linear:
-    """What surrounds the product of an [m, k] and an [n, k] matrix, and the product itself for few rows."""
+    """A linear of an [m, k] and an [n, k] matrix: its parts, and the whole of it in one call.
+
+    `group` is 0, or the number of s4 weights along k that share an integer factor (1 to 15); the factors are uint8
+    [n, k / group]. `quantization` is the plan of the activations where they come as floats.
+    """
 
     def __init__(
-        self, m: int, n: int, k: int, element: int, quantized: int, weight: int, activation: int, /
+        self,
+        m: int,
+        n: int,
+        k: int,
+        element: int,
+        quantized: int,
+        weight: int,
+        activation: int,
+        group: int = 0,
+        quantization: Plan | None = None,
     ) -> None: ...
-    def weight_sums(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
-    def unpack(self, weight: int, weight_pitch: int, out: int, threads: int, /) -> None: ...
+    def workspace(self) -> int:
+        """The bytes that `run` needs, beside the quantized activations and their scales."""
+
+    def weight_sums(
+        self, weight: int, weight_pitch: int, factor: int, factor_pitch: int, out: int, threads: int, /
+    ) -> None: ...
+    def unpack(
+        self, weight: int, weight_pitch: int, factor: int, factor_pitch: int, out: int, threads: int, /
+    ) -> None: ...
     def shift(self, act: int, act_pitch: int, out: int, threads: int, /) -> None: ...
     def epilogue(self, acc: int, scales: Scales, weight_sum: int, shift: int, out: int, threads: int, /) -> None: ...
-    def small(
-        self, act: int, act_pitch: int, weight: int, weight_pitch: int, scales: Scales, out: int, threads: int, /
+    def run(
+        self,
+        x: int,
+        x_pitch: int,
+        act_q: int,
+        act_pitch: int,
+        weight: int,
+        weight_pitch: int,
+        factor: int,
+        factor_pitch: int,
+        scales: Scales,
+        weight_sum: int,
+        workspace: int,
+        out: int,
+        threads: int,
+        /,
     ) -> None: ...

@@ -7,18 +7,11 @@
 #include <random>
 #include <vector>
 
+#include "isa.hpp"
 #include "job.hpp"
 #include "pool.hpp"
 
 using namespace baracuda;
-
-namespace baracuda {
-#if defined(__x86_64__)
-extern const Kernels table_sse2, table_avx2, table_avx512;
-#else
-extern const Kernels table_native;
-#endif
-}  // namespace baracuda
 
 namespace {
 
@@ -26,16 +19,11 @@ std::mt19937_64 engine;
 
 int64_t upto(int64_t n) { return int64_t(engine() % uint64_t(n + 1)); }
 
-std::vector<const Kernels*> tables() {
-#if defined(__x86_64__)
-    std::vector<const Kernels*> all{&table_sse2};
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) all.push_back(&table_avx2);
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        all.push_back(&table_avx512);
+std::vector<Isa> isas() {
+    std::vector<Isa> all;
+    for (const Isa& compiled : compiled_isas())
+        if (compiled.runs_here) all.push_back(compiled);
     return all;
-#else
-    return {&table_native};
-#endif
 }
 
 // Exactly as long as asked: the sanitizer sees the first byte beyond.
@@ -199,40 +187,59 @@ std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, b
     return results;
 }
 
-void linear(const std::vector<const Kernels*>& all) {
-    const int64_t m = upto(6), n = upto(70), k = upto(5000), element = upto(3), size = bytes_of(int(element));
+void linear(const std::vector<Isa>& all) {
+    const int64_t m = upto(20), n = upto(70), element = upto(3), size = bytes_of(int(element));
     const bool packs = upto(1), is_unsigned = upto(1);
-    Buffer act(m * k), weight(n * (packs ? (k + 1) / 2 : k)), scale(n * 4), sums(n * 4), acc(m * n * 4);
-    Buffer first(m * n * size), out(m * n * size);
+    const int64_t group = packs && upto(1) ? (upto(1) ? 32 : 16 * upto(8) + 36 * upto(1)) : 0;
+    const int64_t k = group ? group * upto(40) : upto(9) ? upto(5000) : 65530 + upto(10);
+    Buffer act(m * k), weight(n * (packs ? packed(k) : k)), scale(n * 4), sums(n * 4), acc(m * n * 4), unpacked(n * k);
+    Buffer first(m * n * size), out(m * n * size), factor(group ? n * (k / group) : 0), prepared(prepared_bytes(m, k));
+    for (int64_t i = 0; i < factor.size; ++i) factor.data[i] = char(1 + upto(14));
     Epilogue e{};
     e.m = m, e.n = n, e.k = k, e.element = int(element);
     e.activation = int(upto(ACTIVATION_COUNT - 1));
     const int64_t pitch = n + upto(3);
-    Buffer residual(m * pitch * size);
+    Buffer residual(m * pitch * size), zero_points(m * 4);
     e.residual = upto(1) ? residual.data.get() : nullptr, e.residual_pitch = pitch;
     e.scale_w = upto(1) ? scale.data.get() : nullptr;
     e.scale_a_code = e.scale_w_code = e.bias_code = F32;
     e.scale_a_number = 0.5, e.scale_w_number = 0.25;
-    e.zero_point_number = int32_t(upto(255)) - (is_unsigned ? 0 : 128);
-    e.weight_sum = reinterpret_cast<int32_t*>(sums.data.get());
-    Dot dot{act.data.get(), is_unsigned, k, weight.data.get(), packs, packs ? (k + 1) / 2 : k};
+    auto zero_point = [&] { return int32_t(upto(255)) - (is_unsigned ? 0 : 128); };
+    e.zero_point_number = upto(1) ? zero_point() : 0;
+    if (upto(1)) {
+        e.zero_point = reinterpret_cast<int32_t*>(zero_points.data.get());
+        for (int64_t i = 0; i < m; ++i) const_cast<int32_t*>(e.zero_point)[i] = zero_point();
+    }
+    Dot dot{};
+    dot.a = act.data.get(), dot.a_unsigned = is_unsigned, dot.a_pitch = k;
+    dot.w = weight.data.get(), dot.w_packed = packs, dot.w_pitch = packs ? packed(k) : k;
+    if (group) dot.factor = reinterpret_cast<uint8_t*>(factor.data.get()), dot.group = group, dot.factor_pitch = k / group;
+    dot.prepared = prepared.data.get();
+    int32_t* weight_sums = reinterpret_cast<int32_t*>(sums.data.get());
     for (size_t i = 0; i < all.size(); ++i) {
+        const LinearKernels& table = *all[i].linears;
+        const int64_t threads = 1 + upto(2), parts = 1 + upto(9);
+        e.weight_sum = i && upto(1) ? weight_sums : nullptr;
         e.out = i ? out.data.get() : first.data.get();
-        const int64_t threads = 1 + upto(2);
-        auto part = [&](int64_t j, int64_t of) { all[i]->small_linear(e, dot, j, of); };
-        if (m * n > 0) share_out(threads, part);
+        auto part = [&](int64_t j, int64_t of) { table.multiply(e, dot, j, of); };
+        if (m * n > 0) {
+            table.prepare(e, dot);
+            share_out(threads, parts, part);
+        }
         if (i && memcmp(first.data.get(), out.data.get(), first.size)) {
-            printf("linear %ld %ld %ld differs on %s\n", long(m), long(n), long(k), all[i]->name);
+            printf("linear %ld %ld %ld group %ld differs on %s\n", long(m), long(n), long(k), long(group), all[i].name);
             exit(1);
         }
-        auto adding = [&](int64_t j, int64_t of) {
-            all[i]->weight_sums(dot, n, k, reinterpret_cast<int32_t*>(sums.data.get()), j, of);
-        };
+        auto adding = [&](int64_t j, int64_t of) { table.weight_sums(dot, n, k, weight_sums, j, of); };
         share_out(threads, adding);
-        auto finishing = [&](int64_t j, int64_t of) {
-            all[i]->epilogue(e, reinterpret_cast<int32_t*>(acc.data.get()), j, of);
+        auto expanding = [&](int64_t j, int64_t of) {
+            table.unpack(dot, n, k, reinterpret_cast<int8_t*>(unpacked.data.get()), j, of);
         };
-        e.out = out.data.get();
+        if (packs) share_out(threads, expanding);
+        auto finishing = [&](int64_t j, int64_t of) {
+            table.epilogue(e, reinterpret_cast<int32_t*>(acc.data.get()), j, of);
+        };
+        e.out = out.data.get(), e.weight_sum = weight_sums;
         if (m * n > 0) share_out(threads, finishing);
     }
 }
@@ -242,21 +249,21 @@ void linear(const std::vector<const Kernels*>& all) {
 int main(int argc, char** argv) {
     const long rounds = argc > 1 ? atol(argv[1]) : 2000;
     engine.seed(argc > 2 ? strtoull(argv[2], nullptr, 10) : 1);
-    const auto all = tables();
+    const std::vector<Isa> all = isas();
     for (long round = 0; round < rounds; ++round) {
         if (round % 8 == 0) linear(all);
         Case c;
         build(c);
         const Problem& p = c.job.p;
         const bool fusable = p.view.numel() == 0 || (p.view.repeat == 1 && (p.view.inner > 1 || p.view.run >= p.last || p.last / p.view.run <= BLOCK_SEGMENTS));
-        const auto expected = run(c, all[0], 1, false);
-        for (const Kernels* table : all)
+        const auto expected = run(c, all[0].kernels, 1, false);
+        for (const Isa& isa : all)
             for (int64_t threads : {int64_t(1), 1 + upto(4)})
                 for (bool fused : {false, true})
-                    if ((!fused || (c.dynamic && fusable)) && run(c, table, threads, fused) != expected) {
+                    if ((!fused || (c.dynamic && fusable)) && run(c, isa.kernels, threads, fused) != expected) {
                         printf("round %ld: op %d element %d quantized %d view %ld %ld %ld %ld last %ld differs on %s, %ld threads%s\n",
                                round, p.op, p.element, p.quantized, long(p.view.repeat), long(p.view.rows), long(p.view.run),
-                               long(p.view.inner), long(p.last), table->name, long(threads), fused ? ", fused" : "");
+                               long(p.view.inner), long(p.last), isa.name, long(threads), fused ? ", fused" : "");
                         return 1;
                     }
     }

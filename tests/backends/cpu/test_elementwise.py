@@ -222,72 +222,6 @@ def test_a_native_learned_call_with_a_wrong_address_is_refused() -> None:
         several.run_learned(*good)
 
 
-def test_a_native_linear_with_nonsense_is_refused() -> None:
-    for wrong in [
-        (-1, 1, 1, 2, 4, 4, 0),
-        (1, 1, 1, 4, 4, 4, 0),
-        (1, 1, 1, 2, 6, 4, 0),
-        (1, 1, 1, 2, 4, 5, 0),
-        (1, 1, 1, 2, 4, 4, 4),
-        (2**40, 2**40, 1, 2, 4, 4, 0),
-    ]:
-        with pytest.raises((ValueError, TypeError)):
-            _cpu.Linear(*wrong)
-    linear = _cpu.Linear(2, 3, 4, 2, 4, 4, 0)
-    act, weight, out = torch.ones(2, 4, dtype=torch.int8), torch.ones(3, 4, dtype=torch.int8), torch.empty(2, 3)
-    scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2, 0, -1)
-    good = [act.data_ptr(), -1, weight.data_ptr(), -1, scales, out.data_ptr(), 1]
-    linear.small(*good)
-    assert torch.equal(out, torch.full((2, 3), 4.0))
-    for position, value in [
-        (0, 0),
-        (1, -2),
-        (2, 0),
-        (3, -2),
-        (4, scales[:9]),
-        (4, (0, 7, *scales[2:])),
-        (4, (*scales[:11], -2)),
-        (5, 0),
-        (6, 0),
-    ]:
-        call = list(good)
-        call[position] = value
-        with pytest.raises((ValueError, TypeError)):
-            linear.small(*call)
-    with pytest.raises(ValueError, match="address"):
-        linear.epilogue(0, scales, 0, 0, out.data_ptr(), 1)
-    with pytest.raises(ValueError, match="weight_sum"):
-        linear.epilogue(out.data_ptr(), scales, 0, 128, out.data_ptr(), 1)
-    with pytest.raises(ValueError, match="address"):
-        linear.weight_sums(0, -1, out.data_ptr(), 1)
-
-
-def test_rows_that_begin_inside_each_other_are_multiplied_as_they_are() -> None:
-    """Windows over a signal, one row for all, a lone row of any stride: the matrix library takes none of them."""
-    generator = torch.Generator().manual_seed(0)
-    signal = torch.randint(-128, 128, (400,), dtype=torch.int8, generator=generator)
-    windows, dense = signal.unfold(0, 256, 1), torch.randint(-128, 128, (64, 256), dtype=torch.int8)
-    for act, weight in [
-        (windows[:20], dense),
-        (dense[:20], windows[:64]),
-        (dense[:1].expand(20, 256), dense),
-        (dense[:20], dense[:1].expand(64, 256)),
-        (signal[:256].view(256, 1).t(), dense),
-        (dense, signal[:256].view(256, 1).t()),
-        (dense[:, :1].contiguous(), dense[:7, :1].contiguous()),
-    ]:
-        y = baracuda.smoothquant_linear(act, weight, 1.0, 1.0, dtype=torch.float64)
-        assert torch.equal(y, (act.long() @ weight.long().t()).double()), (act.stride(), weight.stride())
-
-
-def test_a_zero_point_that_a_symmetric_problem_did_not_announce_is_summed_exactly() -> None:
-    k = 100_000
-    p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (20, 16, k), ElementKind.F64, ElementKind.S8, -128, 127)
-    act, weight = torch.full((20, k), -128, dtype=torch.int8), torch.full((16, k), -128, dtype=torch.int8)
-    (y,) = plan_for(p).compute((act, 1.0, 127, weight, 1.0, None, None, None, None))
-    assert (y == (-128 - 127) * -128 * k).all()
-
-
 def test_scales_and_zero_points_with_gaps_between_their_rows_are_read_as_they_lie() -> None:
     x = torch.randn(4, 6, 8)
     scale, zero_point = (torch.rand(4, 9) + 0.01)[:, :6], torch.randint(-9, 9, (4, 9), dtype=torch.int32)[:, :6]
@@ -295,12 +229,3 @@ def test_scales_and_zero_points_with_gaps_between_their_rows_are_read_as_they_li
     for function in (baracuda.quantize, baracuda.fake_quantize):
         found = function(x, scale, zero_point, scope=baracuda.PerToken())
         assert torch.equal(found, function(x, *dense, scope=baracuda.PerToken()))
-
-
-def test_a_zero_point_in_a_tensor_that_no_activation_can_have_is_the_nearest_that_one_can() -> None:
-    act, weight = torch.randint(-128, 128, (2, 3, 5), dtype=torch.int8)
-    far, near = (
-        baracuda.smoothquant_linear(act, weight, 0.1, 0.1, act_zero_point=torch.tensor([z], dtype=torch.int32))
-        for z in (300, 127)
-    )
-    assert torch.equal(far, near)

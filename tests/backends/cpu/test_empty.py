@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from baracuda import BackendKind, DynamicRangeMode, ElementKind, PerChannel, PerGroup, PerTensor, PerToken, Scope
-from baracuda.core.problem import OPS, Problem, fake_storage, scale_elements
+from baracuda.core.optable import OPS
+from baracuda.core.problem import Problem, fake_storage, scale_elements
 from baracuda.core.types import FLOATS, INTEGERS, OpCategory, QuantizeKind
 from cases import Case, assert_same_bits, run
 

@@ -22,10 +22,6 @@ def _declines(problem: Problem, device: torch.device) -> str | None:
     return MISSING or (None if device.type == "cpu" else f"runs on the CPU, not on {device.type}")
 
 
-def _linear_declines(problem: Problem, device: torch.device) -> str | None:
-    return _declines(problem, device) or ("takes no integer group factors" if problem.weight_group else None)
-
-
 def _arch(device: torch.device) -> str:
     return "not built" if MISSING else _cpu.isa()
 
@@ -85,7 +81,7 @@ KERNELS = (
         name="linear",
         backend=BackendKind.CPU,
         ops=_LINEARS,
-        declines=_linear_declines,
+        declines=_declines,
         bind=_bind_linear,
         workspace=_linear_workspace,
         arch=_arch,
