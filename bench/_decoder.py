@@ -1,0 +1,140 @@
+"""Decoders to measure: random weights of given shapes made on the device, or a model directory, float and quantized."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import baracuda
+from baracuda.models.measure import wait
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of a Llama."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocab: int
+
+
+LLAMA_8B = Shapes(32, 4096, 14336, 32, 8, 32000)
+SMOLLM2_135M = Shapes(30, 576, 1536, 9, 3, 49152)
+
+
+class Decoders:
+    """Builds the same decoder as often as asked, so that no two contestants share anything, compiled code least."""
+
+    def __init__(self, shapes: Shapes, directory: Path | None, device: torch.device, dtype: torch.dtype) -> None:
+        self.shapes, self.directory, self.device, self.dtype = shapes, directory, device, dtype
+
+    def floats(self, dtype: torch.dtype | None = None) -> Any:
+        import transformers
+
+        dtype = dtype or self.dtype
+        if self.directory is not None:
+            model = transformers.AutoModelForCausalLM.from_pretrained(self.directory, dtype=dtype)
+            return model.to(self.device).eval()
+        s = self.shapes
+        config = transformers.LlamaConfig(
+            vocab_size=s.vocab,
+            hidden_size=s.hidden,
+            intermediate_size=s.intermediate,
+            num_hidden_layers=s.layers,
+            num_attention_heads=s.heads,
+            num_key_value_heads=s.kv_heads,
+            max_position_embeddings=8192,
+            tie_word_embeddings=False,
+        )
+        torch.manual_seed(0)
+        with torch.device(self.device):  # weights are made where they are used: no copy of billions of numbers
+            return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+    def quantized(self, scheme: str, merge: bool = True) -> Any:
+        model = self.floats()
+        knows_merge = "merge" in inspect.signature(baracuda.quantize_model).parameters
+        options: dict[str, Any] = {"merge": merge} if knows_merge else {}
+        if "static" in scheme or "smoothquant" in scheme:
+            options["input_scales"] = {n: 0.05 for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        report = baracuda.quantize_model(model, scheme, ignore=["lm_head"], **options)
+        if not report.replaced:
+            raise SystemExit(f"{scheme}: nothing was replaced: {report}")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return model
+
+    def describe(self) -> dict[str, Any]:
+        shown = {"directory": str(self.directory)} if self.directory is not None else asdict(self.shapes)
+        return {**shown, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def linears(model: nn.Module) -> Iterator[tuple[list[nn.Module], int]]:
+    """For each layer and each tensor that its linears read: those linears, in the order of the model, and its width."""
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        attention, mlp = layer.self_attn, layer.mlp
+        yield [attention.q_proj, attention.k_proj, attention.v_proj], attention.q_proj.in_features
+        yield [attention.o_proj], attention.o_proj.in_features
+        yield [mlp.gate_proj, mlp.up_proj], mlp.gate_proj.in_features
+        yield [mlp.down_proj], mlp.down_proj.in_features
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """The bytes of the weights of a model's linears, the head left out: what a decode step must read of them."""
+    total = 0
+    for modules, _ in linears(model):
+        for module in modules:
+            names = ("weight", "weight_packed")
+            tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+            total += sum(t.nbytes for name, t in tensors.items() if name in names)
+    return total
+
+
+def calls(model: nn.Module, device: torch.device, dtype: torch.dtype, rows: int = 1) -> Any:
+    """Every linear of the layers once, on inputs of `rows` tokens."""
+    plan = [(modules, torch.randn(1, rows, width, device=device, dtype=dtype)) for modules, width in linears(model)]
+
+    def run() -> None:
+        with torch.no_grad():
+            for modules, x in plan:
+                for module in modules:
+                    module(x)
+
+    return run
+
+
+@contextmanager
+def timed_linears(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
+    """Seconds spent in the head and in the other linears, while in use; for devices that do not run behind."""
+    spent: dict[str, float] = defaultdict(float)
+    started: dict[int, float] = {}
+    handles = []
+    head = model.get_output_embeddings()  # type: ignore[operator]
+
+    def before(module: nn.Module, _: Any) -> None:
+        wait(device)
+        started[id(module)] = time.perf_counter()
+
+    def after(module: nn.Module, _: Any, __: Tensor) -> None:
+        wait(device)
+        spent["head" if module is head else "linears"] += time.perf_counter() - started.pop(id(module))
+
+    for module in model.modules():
+        if hasattr(module, "in_features") and hasattr(module, "out_features"):
+            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+    try:
+        yield spent
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,245 @@
+"""Whole decoders: `generate` of transformers and prefill, float and quantized models in one process, in turns.
+
+    python -m bench model [--schemes w8a8,w4a8] [--only decode,decode-compiled,prefill,linears] [--seconds S] ...
+
+On a GPU the default is 32 layers of Llama-8B's shapes beside bf16; on the CPU SmolLM2-135M's beside f32 and bf16, or
+`--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from baracuda.models import measure
+
+from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
+from .common import Bar, arguments, show_bars, table, write_json
+from .linear import captured
+
+PARTS = ("linears", "prefill", "decode", "decode-compiled")
+PROMPTS = ((1, 512), (1, 2048), (4, 2048))
+#: Times as fast as bf16 on 32 layers of Llama-8B's shapes: batch -> least.
+DECODE = {
+    "w8a8": {1: 1.45, 16: 1.45, 64: 1.3},
+    "w4a8": {1: 1.9, 16: 1.8, 64: 1.5},
+    "w4a16": {1: 1.7, 16: 1.6, 64: 1.2},
+}
+PREFILL = {"w8a8": 1.75, "w4a8": 1.6, "w4a16": 0.9}
+SHARE = {"w8a8": 0.8, "w4a8": 0.8}
+#: Times as fast as f32 on the CPU: a decode step, its linears alone, and prefill.
+CPU_DECODE = {"w8a8": 2.2, "w4a8": 2.6, "w4a16": 2.2}
+CPU_LINEARS = {"w8a8": 5.0, "w4a8": 7.0}
+CPU_PREFILL = {"w8a8": 2.3, "w4a8": 2.3, "w4a16": 2.3}
+
+
+def options_of(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--schemes", default="w8a8", help="schemes of quantize_model, separated by commas")
+    parser.add_argument("--only", help=f"which of {','.join(PARTS)}; the last on the CPU only when named")
+    parser.add_argument("--batches", default="", help="batch sizes of decoding; 1,16,64, on the CPU 1")
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing more after this many seconds")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of one generation")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of random weights")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="what llama.cpp runs, where it is installed")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--around", choices=("bf16", "f32"), default="bf16", help="the floats around quantized linears")
+    parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    parser.add_argument("--no-merge", action="store_true", help="siblings (q, k, v; gate, up) stay apart")
+    for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "vocab"):
+        parser.add_argument(f"--{name}", type=int)
+
+
+class Run:
+    """The contestants, the rows they fill, and the time there is."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.device = options, torch.device(options.device)
+        self.begin, self.rows, self.skipped = time.perf_counter(), [], []  # type: float, list[dict[str, Any]], list[str]
+        self.on_gpu = self.device.type == "cuda"
+        self.schemes: list[str] = [name for name in options.schemes.split(",") if name]
+        default = LLAMA_8B if self.on_gpu else SMOLLM2_135M
+        given = {name: getattr(options, name) for name in Shapes.__dataclass_fields__}
+        if options.quick:
+            default = Shapes(2, 64, 96, 4, 2, 160)
+        self.shapes = Shapes(**{name: value or getattr(default, name) for name, value in given.items()})
+        self.is_default = self.shapes == default and not options.quick
+        self.around = torch.bfloat16 if options.around == "bf16" else torch.float32
+        self.decoders = Decoders(self.shapes, options.model, self.device, self.around)
+        self.models: dict[str, Any] = {}
+        self.baseline = "bf16" if self.on_gpu else "f32"
+        if not self.on_gpu:
+            self._add("f32", self.decoders.floats(torch.float32))
+        self._add("bf16", self.decoders.floats(torch.bfloat16))
+        for scheme in self.schemes:
+            self._add(scheme, self.decoders.quantized(scheme, not options.no_merge))
+
+    def _add(self, name: str, model: Any) -> None:
+        self.models[name] = model
+        print(f"[{self.elapsed():.0f} s] {name}: {measure.memory(model) / 2**20:.0f} MiB", flush=True)
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self.begin
+
+    def has_time(self, what: str) -> bool:
+        if self.elapsed() < self.options.seconds:
+            return True
+        self.skipped.append(what)
+        return False
+
+    def note(self, part: str, size: str, seconds: dict[str, float], **more: Any) -> None:
+        """One row for each model, beside the float one."""
+        for name, value in seconds.items():
+            ratio = seconds[self.baseline] / value
+            self.rows.append({"part": part, "size": size, "model": name, "ms": value * 1e3, "ratio": ratio, **more})
+        shown = ", ".join(f"{name} {value * 1e3:.2f}" for name, value in seconds.items())
+        print(f"[{self.elapsed():.0f} s] {part} {size}: {shown} ms", flush=True)
+
+    # -- parts ---------------------------------------------------------------------------------------------------
+
+    def decode(self, compiled: bool) -> None:
+        given = self.options.batches or ("1,16,64" if self.on_gpu else "1")
+        part = "decode-compiled" if compiled else "decode"
+        for batch in map(int, given.split(",")):
+            if not self.has_time(f"{part}, batch {batch}"):
+                continue
+            if compiled:
+                measure.forget_compiled(*self.models.values())
+            seconds = measure.decode(
+                self.models, batch, compiled=compiled, tokens=self.options.tokens, rounds=3, seconds=15.0
+            )
+            self.note(part, f"batch {batch}", seconds)
+            if not self.on_gpu and not compiled:
+                self._shares(batch)
+        if compiled:
+            measure.forget_compiled(*self.models.values())
+
+    def _shares(self, batch: int) -> None:
+        """Of a decode step on the CPU: what its linears and its head take."""
+        steps = self.options.tokens
+        spent: dict[str, dict[str, float]] = {"linears": {}, "head": {}}
+        for name, model in self.models.items():
+            ids = measure.prompt(model, batch, 1)  # whose prefill is a step like the others
+            with timed_linears(model, self.device) as times:
+                measure.step_seconds(model, ids, steps, compiled=False)
+            for part, seconds in spent.items():
+                seconds[name] = times[part] / steps
+        for part, seconds in spent.items():
+            self.note(f"decode: its {part}", f"batch {batch}", seconds)
+
+    def prefill(self) -> None:
+        prompts = ((1, 512),) if not self.on_gpu else PROMPTS
+        for batch, length in [(1, 16)] if self.options.quick else prompts:
+            if self.has_time(f"prefill {batch} x {length}"):
+                self.note("prefill", f"{batch} x {length}", measure.prefill(self.models, batch, length))
+
+    def linears(self) -> None:
+        """All linears of all layers at one token, on a GPU as one CUDA graph; the share of the copy rate."""
+        if not self.has_time("linears"):
+            return
+        bodies = {}
+        for name, model in self.models.items():
+            dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(name, self.around)
+            run = calls(model, self.device, dtype)
+            bodies[name] = captured(run) if self.on_gpu else run
+        seconds = measure.in_turns(bodies, 20, 10.0, self.device)
+        self.note("linears", "1 token", seconds)
+        if self.on_gpu:
+            rate = copy_rate(self.device)
+            for row in self.rows[-len(seconds) :]:
+                read = weight_bytes(self.models[row["model"]]) / seconds[row["model"]]
+                row |= {"TB/s": read / 1e12, "of the copy rate": read / rate}
+
+    def llama_cpp(self) -> None:
+        """llama.cpp on the same machine with the same threads: only where both it and a file for it are there."""
+        file = self.options.gguf
+        if self.on_gpu or file is None or not self.has_time("llama.cpp"):
+            return
+        if importlib.util.find_spec("llama_cpp") is None:
+            self.skipped.append("llama.cpp: llama-cpp-python is not installed")
+            return
+        self.rows += llama_cpp_rows(file, self.options.threads, self.options.tokens)
+
+    def bars(self) -> list[Bar]:
+        """The requirements that hold for the default shapes, or for the model of --model on the CPU."""
+        if not (self.is_default if self.on_gpu else (self.is_default or self.options.model)):
+            return []
+        found = []
+        for row in self.rows:
+            scheme, part, size = row["model"], row["part"], row["size"]
+            name, needed = f"{scheme} {part} {size}", None
+            if part == "decode":
+                needed = 1.0 if self.on_gpu else CPU_DECODE.get(scheme)
+            elif part == "decode-compiled" and self.on_gpu:
+                needed = DECODE.get(scheme, {}).get(int(size.split()[-1]))
+            elif part == "prefill" and (not self.on_gpu or size == "4 x 2048"):
+                needed = (PREFILL if self.on_gpu else CPU_PREFILL).get(scheme)
+            elif part == "decode: its linears":
+                needed = CPU_LINEARS.get(scheme)
+            elif "of the copy rate" in row and scheme in SHARE:
+                found.append(Bar(f"{name}: of the copy rate", SHARE[scheme], row["of the copy rate"]))
+            if needed is not None and scheme in self.schemes:
+                found.append(Bar(name, needed, row["ratio"]))
+        return found
+
+
+def copy_rate(device: torch.device) -> float:
+    """Bytes a second that a copy reads and writes."""
+    source = torch.empty(2**30, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    seconds = measure.in_turns({"copy": lambda: target.copy_(source)}, 30, 5.0, device)["copy"]
+    return 2 * source.nbytes / seconds
+
+
+def llama_cpp_rows(file: Path, threads: int, tokens: int) -> list[dict[str, Any]]:
+    from llama_cpp import Llama
+
+    model = Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False)
+    row: dict[str, Any] = {"model": f"llama.cpp, {file.stem}", "ratio": None}
+    prefills, steps = [], []
+    for _ in range(3):
+        model.reset()
+        start = time.perf_counter()
+        model.eval(list(range(1, 513)))
+        prefills.append(time.perf_counter() - start)
+        start = time.perf_counter()
+        for token in range(tokens):
+            model.eval([token + 1])
+        steps.append((time.perf_counter() - start) / tokens)
+    return [
+        {"part": "decode", "size": "batch 1", "ms": min(steps) * 1e3, **row},
+        {"part": "prefill", "size": "1 x 512", "ms": min(prefills) * 1e3, **row},
+    ]
+
+
+def main(argv: Sequence[str]) -> None:
+    options = arguments("model", argv, more=options_of)
+    parts = (options.only or ",".join(PARTS if options.device != "cpu" else PARTS[:-1])).split(",")
+    if unknown := set(parts) - set(PARTS):
+        raise SystemExit(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    torch.set_num_threads(options.threads)
+    run = Run(options)
+    for part in PARTS:
+        if part in parts:
+            run.decode(part == "decode-compiled") if part.startswith("decode") else getattr(run, part)()
+    run.llama_cpp()
+    memory = {name: measure.memory(model) for name, model in run.models.items()}
+    header = ["part", "size", "model", "ms", f"times as fast as {run.baseline}", "of the copy rate"]
+    rows = [[r["part"], r["size"], r["model"], r["ms"], r["ratio"], r.get("of the copy rate")] for r in run.rows]
+    title = f"{run.decoders.describe()} on {options.device}, torch {torch.__version__}, {run.elapsed():.0f} s"
+    table(title, header, rows)
+    table("memory of parameters and buffers, MiB", ["model", "MiB"], [[n, b / 2**20] for n, b in memory.items()])
+    for what in run.skipped:
+        print(f"left out, for want of time or tools: {what}")
+    bars = run.bars()
+    if bars:
+        show_bars(bars)
+    content = {"device": options.device, "torch": torch.__version__, "shapes": run.decoders.describe()}
+    if run.on_gpu:
+        content["device"] = torch.cuda.get_device_name()
+    write_json(options.json, {**content, "rows": run.rows, "memory": memory, "skipped": run.skipped, "bars": bars})
