@@ -1,6 +1,7 @@
 """Whole models: replace their linears in place, train them for quantization, convert them."""
 
 from ..schemes import LinearScheme
+from .merge import merge_siblings
 from .replace import Report, convert, prepare_qat, quantize_model
 
-__all__ = ["LinearScheme", "Report", "convert", "prepare_qat", "quantize_model"]
+__all__ = ["LinearScheme", "Report", "convert", "merge_siblings", "prepare_qat", "quantize_model"]

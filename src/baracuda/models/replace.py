@@ -15,6 +15,7 @@ from ..core.types import DynamicRangeMode
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from ..nn.linear import require_linear
 from ..schemes import CalibrationData, Choice, LinearScheme, Recipe, Scheme, get_method, live_scheme
+from .merge import Inputs, merge_siblings
 
 #: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
 #: expression that matches from the start.
@@ -31,12 +32,18 @@ class Report:
     """Why a module was left as it is."""
     unmatched: list[str] = field(default_factory=list)
     """Patterns, and names of scales, no module answered to: most often a typing error."""
+    merged: dict[str, str] = field(default_factory=dict)
+    """First linear of those that read the same tensor -> which of them are computed as one."""
+    apart: dict[str, str] = field(default_factory=dict)
+    """Why a quantized linear is computed by itself, where merging was asked for."""
 
     def __str__(self) -> str:
         width = max(map(len, (*self.replaced, *self.skipped)), default=0)
         lines = [f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"]
         lines += [f"  {name:{width}}  {what}" for name, what in self.replaced.items()]
         lines += [f"- {name:{width}}  {why}" for name, why in self.skipped.items()]
+        lines += [f"+ {name:{width}}  {what}" for name, what in self.merged.items()]
+        lines += [f"  {name:{width}}  not merged: {why}" for name, why in self.apart.items()]
         return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
 
 
@@ -49,6 +56,8 @@ def quantize_model(
     input_scales: Mapping[str, Tensor | float] | None = None,
     method: str = "rtn",
     calibration: Mapping[str, CalibrationData] | None = None,
+    merge: bool = False,
+    inputs: Inputs | None = None,
 ) -> Report:
     """Replace float linears by integer ones, in place.
 
@@ -58,6 +67,9 @@ def quantize_model(
     A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name. `method` turns
     weights into integers: `rtn` rounds them to nearest. One that needs data takes it from `calibration`, by qualified
     name.
+
+    `merge` computes linears that read the same tensor, such as q, k and v, as one, with the same bits; the report names
+    them. One pass of the model proves it, on `inputs` (keyword arguments or arguments), or on transformers' own.
     """
     recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
     scales, data = input_scales or {}, calibration or {}
@@ -81,6 +93,9 @@ def quantize_model(
     report = _replace(model, targets, ignore, replace)
     known = {*report.replaced, *report.skipped}
     report.unmatched += [name for name in dict.fromkeys((*scales, *data)) if name not in known]
+    if merge:
+        found = merge_siblings(model, inputs)
+        report.merged, report.apart = found.merged, found.apart
     return report
 
 

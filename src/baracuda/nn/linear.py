@@ -27,9 +27,10 @@ from ..schemes.formats import WeightFormat
 from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with, rtn
 from .row_sums import RowSums
+from .siblings import Sibling
 
 
-class IntegerLinear(nn.Module):
+class IntegerLinear(Sibling):
     """What the quantized linears share: `weight`, `weight_scale` and `bias`, how they load, move and are made.
 
     `weight` holds s8 `[N, K]`, or s4 packed `[N, ceil(K/2)]` bytes; `weight_scale` is f32 `[N, 1]`. An s4 weight in
@@ -148,6 +149,7 @@ class IntegerLinear(nn.Module):
             moved = self._buffers.get(name)
             if kept is not None and moved is not None and moved.dtype != kept.dtype:
                 self._buffers[name] = kept.to(moved.device)
+        self._settle()
         return self
 
     def _load_from_state_dict(
@@ -211,6 +213,8 @@ class QuantizedLinear(IntegerLinear):
         return cls._sized_as(linear, **options)._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._member is not None and (y := self._member.share(self, x)) is not None:
+            return y
         x = under_autocast(x)
         return quantized_linear(
             x,
@@ -283,6 +287,8 @@ class SmoothQuantLinear(IntegerLinear):
         return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._member is not None and (y := self._member.share(self, x)) is not None:
+            return y
         if x.is_floating_point():
             x = under_autocast(x)
             dtype, x_q = x.dtype, self.quantize_input(x)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...models.merge import merge_siblings
 from ...plans.plan import resolve_device
 from ..checkpoint.check import require_stored
 from ..checkpoint.config import parse_config
@@ -17,11 +18,18 @@ from ..errors import FlowError, some
 from .skeleton import model_class, model_config, quiet, require_transformers
 
 
-def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Any:
+def load(
+    out: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    merge: bool = True,
+) -> Any:
     """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
 
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
-    `dtype` is the type of what is not quantized; the checkpoint's own unless given.
+    `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
+    the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
     """
     directory, device = Path(out), resolve_device(device)
     quantization = read_json(directory / "config.json").get("quantization_config")
@@ -40,7 +48,10 @@ def load(out: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dt
 
     config = model_config(directory)
     config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
-    return read_model(directory, config, dtype or "auto").to(device).eval()
+    model = read_model(directory, config, dtype or "auto").to(device).eval()
+    if merge:
+        merge_siblings(model)
+    return model
 
 
 def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Module:

@@ -85,6 +85,11 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         return False
 
+    @property
+    def is_compileable(self) -> bool:
+        """Without this `generate` with a static cache runs eagerly."""
+        return True
+
 
 def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
     """A module that computes this scheme, of the shape of a float linear; its weights are loaded afterwards."""

@@ -1,0 +1,389 @@
+"""Siblings: linears that read the same tensor, such as q, k and v, computed as one linear with their rows stacked.
+
+Every module stays where it is, under its name, with its own tensors: views into the rows of the stacked ones. The model
+calls its linears one by one as before. The first that is called computes all rows; the others, given the very same
+tensor in the same state, take theirs. Whatever does not fit (another input, a hook, a tensor that was assigned, a
+module that was replaced, gradients) makes a linear compute its own rows, as if it had never been merged.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Sequence
+from threading import local
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ..dispatch.eager import transform_level
+
+#: How often in a row a result may go unused before siblings only watch whether they are called together again.
+PATIENCE = 3
+#: What siblings have computed while torch.compile traces them, by token: input, result, how many have yet to take it.
+#: Outside of a trace it is empty. It is not an attribute, since guards on one object behind many modules are slow.
+_TRACED: dict[int, tuple[Tensor, Tensor, int]] = {}
+#: The key of a module's list of the siblings among its children.
+_HELD = "_baracuda_siblings"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_is_traced = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
+
+
+class Sibling(nn.Module):
+    """A linear that can be computed together with others. `forward` first asks `_member`, where it has one."""
+
+    #: The tensors with a row for each output, which are stacked. All others must be the same in every sibling.
+    rowwise: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias")
+    #: Tensors that are stored but that no forward reads: each sibling keeps its own.
+    unread: ClassVar[tuple[str, ...]] = ()
+    in_features: int
+    out_features: int
+    _member: Member | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self._member is not None and (name in self._buffers or name in self._parameters):
+            self._member.siblings.part_ways()
+        super().__setattr__(name, value)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._settle()
+        return self
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self._settle()
+
+    def _settle(self) -> None:
+        """After tensors were moved, cast or loaded: stack them again where they still fit together."""
+        if self._member is not None:
+            self._member.siblings.settle()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without siblings, and with tensors of its own: pickled as they are, views would carry all rows each."""
+        state = dict(self.__dict__)
+        if state.pop("_member", None) is not None:
+            state["_buffers"] = {name: t if t is None else t.clone() for name, t in self._buffers.items()}
+            state["_parameters"] = {
+                name: None if p is None else nn.Parameter(p.detach().clone(), p.requires_grad)
+                for name, p in self._parameters.items()
+            }
+        return state
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        state = dict(self.__dict__)
+        member = state.pop("_member", None)
+        if member is not None and id(member.siblings.parent()) not in memo:  # copied alone
+            state = self.__getstate__()
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+
+class Member:
+    """One linear's place among its siblings."""
+
+    def __init__(self, siblings: Siblings, part: Sibling, index: int, start: int, count: int) -> None:
+        self.siblings, self.part, self.bit, self.count = siblings, weakref.ref(part), 1 << index, count
+        self.start, self.size = start, part.out_features
+        #: All siblings as one linear; None while they are computed apart.
+        self.whole: Sibling | None = None
+
+    def share(self, part: Sibling, x: Tensor) -> Tensor | None:
+        """This linear's columns of what all siblings compute; None where it must compute them itself."""
+        if _is_traced():
+            return self._share_traced(x)
+        siblings = self.siblings
+        if type(x) is not Tensor or self.part() is not part or transform_level() is not None:
+            return None
+        if _is_grad_enabled() and (x.requires_grad or siblings.learns()):
+            return None
+        entry, state = siblings.thread.entry, _state(x)
+        if entry is not None:
+            if entry.waiting & self.bit and entry() is x and entry.state == state:
+                entry.waiting ^= self.bit
+                if not entry.waiting:
+                    siblings.thread.entry, siblings.unused = None, 0
+                return self._columns(entry.y)
+            siblings.thread.entry = None
+            siblings.unused += 1
+        whole = self.whole
+        if whole is None or siblings.why_apart() is not None:
+            return None
+        entry = _Entry(x, _forget)
+        entry.state, entry.waiting = state, siblings.everyone ^ self.bit
+        entry.y = whole.forward(x) if siblings.unused < PATIENCE else None
+        siblings.thread.entry = entry
+        return self._columns(entry.y)
+
+    def _columns(self, y: Tensor | None) -> Tensor | None:
+        return None if y is None else y.narrow(-1, self.start, self.size)
+
+    def _share_traced(self, x: Tensor) -> Tensor | None:
+        """The same inside torch.compile, whose trace knows when two names are one tensor.
+
+        That nothing writes to the tensor between two siblings was seen when they were merged: they are merged only
+        where one pass found it unchanged.
+        """
+        token = self._token()
+        if token is None or (_is_grad_enabled() and x.requires_grad):
+            return None
+        known = _TRACED.pop(token, None)
+        if known is not None and known[0] is x:
+            y, left = known[1], known[2] - 1
+        elif self.whole is None:
+            return None
+        else:
+            y, left = self.whole.forward(x), self.count - 1
+        if left:
+            _TRACED[token] = (x, y, left)
+        return y.narrow(-1, self.start, self.size)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _token(self) -> int | None:
+        """What names the siblings in one trace; None where they are apart. Looked up while tracing, not guarded.
+
+        Were the module an argument, it would be guarded, and no compiled code would serve two layers.
+        """
+        siblings = self.siblings
+        if self.whole is None or siblings.why_apart() is not None:
+            return None
+        return None if _is_grad_enabled() and siblings.learns() else id(siblings)
+
+
+class _Entry(weakref.ref[Tensor]):
+    """A result that siblings have yet to take, and the input it belongs to: it lives no longer than that."""
+
+    __slots__ = ("state", "waiting", "y")
+    state: tuple[Any, ...]
+    waiting: int
+    y: Tensor | None
+
+
+def _forget(entry: weakref.ref[Tensor]) -> None:
+    entry.y = None  # type: ignore[attr-defined]
+
+
+def _state(x: Tensor) -> tuple[Any, ...]:
+    """What must not have changed since a sibling read x. An inference tensor has no version to tell."""
+    version = -1 if x.is_inference() else x._version
+    if _is_autocast_enabled():
+        kind = x.device.type
+        return version, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), kind
+    return (version, _raw_stream(x.device.index)) if x.is_cuda else (version,)
+
+
+class _Thread(local):
+    """Threads that run one model at a time do not take each other's results."""
+
+    entry: _Entry | None = None
+
+
+class Siblings:
+    """Linears of one module that read the same tensor. Holds none of them, so that a model is freed as ever."""
+
+    def __init__(self, parent: nn.Module, names: Sequence[str], parts: Sequence[Sibling]) -> None:
+        self.parent, self.names = weakref.ref(parent), tuple(names)
+        self.parts = tuple(weakref.ref(part) for part in parts)
+        self.thread, self.unused, self.everyone = _Thread(), 0, (1 << len(parts)) - 1
+        #: (module's dictionary, name, tensor, address) of everything that is stacked: where a part has it from.
+        self.stacked: list[tuple[dict[str, Any], str, Tensor, int | None]] = []
+        #: The tensors that all parts have alike, with their versions.
+        self.alike: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        start = 0
+        for index, part in enumerate(parts):
+            part._member = Member(self, part, index, start, len(parts))
+            start += part.out_features
+        held = parent.__dict__.setdefault(_HELD, [])
+        held.append(self)
+        self.settle()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        parent, parts = self.parent(), [part() for part in self.parts]
+        if parent is None or None in parts:
+            return _nobody, ()
+        return _again, (parent, self.names, parts)
+
+    def members(self) -> list[Sibling]:
+        return [part for ref in self.parts if (part := ref()) is not None]
+
+    def learns(self) -> bool:
+        """Whether a bias takes gradients, which then flow to each linear by itself."""
+        return any(p is not None and p.requires_grad for part in self.members() for p in part._parameters.values())
+
+    def part_ways(self) -> None:
+        """Compute each linear by itself from now on, until tensors are moved or loaded again."""
+        for part in self.members():
+            if part._member is not None:
+                part._member.whole = None
+
+    def settle(self) -> None:
+        """Stack the linears' tensors, unless they are stacked as they stand, or do not fit together."""
+        parts = self.members()
+        if self.why_apart() is None and parts[0]._member is not None and parts[0]._member.whole is not None:
+            return
+        self.part_ways()
+        self.stacked, self.alike, self.unused = [], [], 0
+        if len(parts) == len(self.parts) and why_not_one(parts) is None:
+            whole = self._stack(parts)
+            for part in parts:
+                if part._member is not None:
+                    part._member.whole = whole
+
+    def _stack(self, parts: list[Sibling]) -> Sibling:
+        """One linear over all rows; the parts get views of its tensors for their own."""
+        whole = _same_settings(parts[0])
+        whole.out_features = sum(part.out_features for part in parts)
+        with torch.no_grad(), torch.inference_mode(False):
+            for name in whole.rowwise:
+                is_buffer = name in parts[0]._buffers
+                tables: list[dict[str, Any]] = [p._buffers if is_buffer else p._parameters for p in parts]
+                rows = [table.get(name) for table in tables]
+                if all(row is None for row in rows):
+                    (whole._buffers if is_buffer else whole._parameters)[name] = None
+                    continue
+                joined = _joined(rows, [part.out_features for part in parts])
+                if is_buffer:
+                    whole._buffers[name] = joined
+                else:
+                    whole._parameters[name] = nn.Parameter(joined, requires_grad=False)
+                start = 0
+                for part, table, row in zip(parts, tables, rows, strict=True):
+                    view = joined.narrow(0, start, part.out_features)
+                    start += part.out_features
+                    if row is None:
+                        self.stacked.append((table, name, row, None))  # type: ignore[arg-type]
+                    elif is_buffer:
+                        table[name] = view
+                        self.stacked.append((table, name, view, None))
+                    else:
+                        row.data = view  # the same parameter, which an optimizer may hold
+                        self.stacked.append((table, name, row, view.data_ptr()))
+        for name in alike(parts[0]):
+            whole._buffers[name] = parts[0]._buffers[name]
+            tensors = [(part._buffers, part._buffers[name]) for part in parts]
+            self.alike += [(table, name, t, _version(t)) for table, t in tensors if t is not None]
+        return whole
+
+    def why_apart(self) -> str | None:
+        """Why the linears are computed one by one just now; None where they are computed as one."""
+        parent = self.parent()
+        if parent is None or not self.stacked:
+            return "their tensors are not stacked"
+        modules = parent._modules
+        for name, ref in zip(self.names, self.parts, strict=True):
+            part = ref()
+            if part is None or modules.get(name) is not part:
+                return f"{name} was replaced"
+            if part._forward_pre_hooks or part._forward_hooks or part._backward_hooks or part._backward_pre_hooks:
+                return f"{name} has hooks"
+        for table, name, tensor, address in self.stacked:
+            if table.get(name) is not tensor or (address is not None and tensor.data_ptr() != address):
+                return f"a {name} was assigned"
+        for table, name, tensor, version in self.alike:
+            if table.get(name) is not tensor or _version(tensor) != version:
+                return f"an {name} was changed"
+        return None
+
+
+def _again(parent: nn.Module, names: Sequence[str], parts: list[Sibling]) -> Siblings:
+    """For copies, whose parts are made before: `parent` is still being filled, the list of its siblings included."""
+    made = Siblings(parent, names, parts)
+    parent.__dict__.pop(_HELD, None)  # what is being filled gets the list that this belongs to
+    return made
+
+
+def _nobody() -> None:
+    """What a copy has in place of siblings that are no more."""
+
+
+def siblings_of(module: nn.Module) -> list[Siblings]:
+    """The siblings among a module's own children."""
+    return [siblings for siblings in module.__dict__.get(_HELD, ()) if siblings is not None]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def alike(part: Sibling) -> list[str]:
+    """The buffers that siblings must have in common, such as the scale of a static input."""
+    return [name for name in part._buffers if name not in (*part.rowwise, *part.unread)]
+
+
+def why_not_one(parts: Sequence[Sibling]) -> str | None:
+    """Why these linears cannot be one with their rows stacked; None where they can."""
+    first = parts[0]
+    for part in parts:
+        if any(getattr(part, hooks) for hooks in _HOOKS) or "forward" in vars(part):
+            return "has hooks, or a forward of its own"
+        if part._modules:
+            return "has modules of its own, such as a parametrization"
+        if not all(part._buffers.get(n) is not None or n in part._parameters for n in part.rowwise):
+            return "has no plain tensors for its weight"
+        if any(type(t) not in (Tensor, nn.Parameter) for t in _tensors(part).values()):
+            return "has tensors of a subclass"
+    for part in parts[1:]:
+        if type(part) is not type(first) or _settings(part) != _settings(first):
+            return f"is {_described(part)}, {_described(first)} beside it"
+        for name in first.rowwise:
+            a, b = _tensors(first).get(name), _tensors(part).get(name)
+            if a is not None and b is not None and (a.device, a.dtype, a.shape[1:]) != (b.device, b.dtype, b.shape[1:]):
+                return f"{name} is {b.dtype} on {b.device}, {a.dtype} on {a.device} beside it"
+        for name in alike(first):
+            c, d = first._buffers[name], part._buffers.get(name)
+            if c is not None and (d is None or c.is_meta or c.device != d.device or not torch.equal(c, d)):
+                return f"{name} differs"
+    return None
+
+
+def _tensors(part: nn.Module) -> dict[str, Tensor]:
+    return {name: t for name, t in (*part._buffers.items(), *part._parameters.items()) if t is not None}
+
+
+def _settings(part: Sibling) -> dict[str, Any]:
+    """What a linear was made with, but for its number of outputs."""
+    ours = {name: value for name, value in vars(part).items() if not name.startswith("_")}
+    return {**ours, "out_features": None, "training": None}
+
+
+def _described(part: Sibling) -> str:
+    return f"{type(part).__name__}({part.extra_repr()})"
+
+
+def _same_settings(part: Sibling) -> Sibling:
+    """A linear like this one without tensors."""
+    made = type(part).__new__(type(part))
+    nn.Module.__init__(made)
+    for name, value in vars(part).items():
+        if name not in vars(made) and name not in ("_member", "forward"):
+            made.__dict__[name] = copy.copy(value)
+    made.training = part.training
+    return made
+
+
+def _joined(rows: list[Any], sizes: list[int]) -> Tensor:
+    """The rows below each other: the memory they are in already where they are neighbours, or else a copy.
+
+    For a bias that is not there stands -0.0, the one number that changes nothing it is added to.
+    """
+    like = next(row for row in rows if row is not None).detach()
+    filled = [
+        like.new_full((size, *like.shape[1:]), -0.0) if row is None else row.detach()
+        for row, size in zip(rows, sizes, strict=True)
+    ]
+    storage, offset = like.untyped_storage(), like.storage_offset()
+    for tensor in filled:
+        if not tensor.is_contiguous() or tensor.is_meta or tensor.storage_offset() != offset:
+            return torch.cat(filled)
+        if tensor.untyped_storage().data_ptr() != storage.data_ptr():
+            return torch.cat(filled)
+        offset += tensor.numel()
+    shape = (sum(sizes), *like.shape[1:])
+    return like.new_empty(0).set_(storage, like.storage_offset(), shape)  # type: ignore[arg-type]
