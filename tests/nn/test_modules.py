@@ -44,6 +44,13 @@ def empty_like(module: nn.Module) -> nn.Module:
     return type(module)(module.in_features, module.out_features, module.bias is not None, **options)
 
 
+def test_row_sums_made_without_data_serve_nobody_else() -> None:
+    module = QuantizedLinear.from_float(linear(), mode="asymmetric")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        module(mode.from_tensor(torch.randn(2, 24)))
+    assert type(module(torch.randn(2, 24))) is Tensor
+
+
 def test_row_sums_made_in_inference_mode_serve_outside_of_it() -> None:
     linear, x = QuantizedLinear.from_float(nn.Linear(16, 8), mode="asymmetric"), torch.randn(2, 16)
     with torch.inference_mode():

@@ -61,9 +61,9 @@ def merge_siblings(model: nn.Module, inputs: Inputs | None = None) -> Merge:
         return found
     try:
         with _Passes(model, given) as passes:
-            groups = _that_may_be_slices(model, passes, _groups(passes, places, found), found)
-    except Exception as error:  # a model's own code, on inputs that may not suit it
-        found.apart |= dict.fromkeys(places, f"a pass of the model failed: {_told(error)}; give other `inputs`")
+            groups = _that_may_be_slices(places, passes, _groups(passes, places, found), found)
+    except _PassError as error:
+        found.apart |= dict.fromkeys(places, f"a pass of the model failed: {error}; give other `inputs`")
         return found
     for names in groups:
         parent = model.get_submodule(names[0].rpartition(".")[0])
@@ -143,7 +143,8 @@ def _groups(passes: _Passes, places: dict[str, Sibling], found: Merge) -> list[l
 def _that_fit(names: list[str], places: dict[str, Sibling], found: Merge) -> Iterator[list[str]]:
     """The linears of one input, in groups of those that can be one."""
     while names:
-        first, group, left = names[0], [names[0]], []
+        first, group = names[0], [names[0]]
+        left: list[str] = []
         for name in names[1:]:
             why = why_not_one([places[first], places[name]])
             (group if why is None else left).append(name)
@@ -154,27 +155,29 @@ def _that_fit(names: list[str], places: dict[str, Sibling], found: Merge) -> Ite
     return
 
 
-def _that_may_be_slices(model: nn.Module, passes: _Passes, groups: list[list[str]], found: Merge) -> list[list[str]]:
+def _that_may_be_slices(
+    places: dict[str, Sibling], passes: _Passes, groups: list[list[str]], found: Merge
+) -> list[list[str]]:
     """The groups whose outputs the model takes as slices of one tensor, which are not contiguous.
 
     Groups of one kind (the same names in the same class of module) stand or fall together: few passes tell.
     """
-    if _why_not_slices(model, passes, groups) is None:
+    if _why_not_slices(places, passes, groups) is None:
         return groups
     kinds: dict[tuple[Any, ...], list[list[str]]] = defaultdict(list)
     for names in groups:
         parent, _, _ = names[0].rpartition(".")
-        kinds[type(model.get_submodule(parent)), *(name.rpartition(".")[2] for name in names)].append(names)
+        kinds[type(passes.model.get_submodule(parent)), *(name.rpartition(".")[2] for name in names)].append(names)
     passed = []
     for kind in kinds.values():
-        if (why := _why_not_slices(model, passes, kind)) is None:
+        if (why := _why_not_slices(places, passes, kind)) is None:
             passed += kind
         else:
             found.apart |= dict.fromkeys((name for names in kind for name in names), why)
     return passed
 
 
-def _why_not_slices(model: nn.Module, passes: _Passes, groups: list[list[str]]) -> str | None:
+def _why_not_slices(places: dict[str, Sibling], passes: _Passes, groups: list[list[str]]) -> str | None:
     def sliced(start: int, total: int) -> Any:
         def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
             return y.new_empty(*y.shape[:-1], total).narrow(-1, start, y.shape[-1]).copy_(y)
@@ -184,18 +187,22 @@ def _why_not_slices(model: nn.Module, passes: _Passes, groups: list[list[str]]) 
     def slice_outputs() -> list[Any]:
         handles = []
         for names in groups:
-            parts = [model.get_submodule(name) for name in names]
-            start, total = 0, sum(part.out_features for part in parts)  # type: ignore[misc]
+            parts = [places[name] for name in names]
+            start, total = 0, sum(part.out_features for part in parts)
             for part in parts:
-                handles.append(part.register_forward_hook(sliced(start, total)))  # type: ignore[arg-type]
-                start += part.out_features  # type: ignore[assignment, operator]
+                handles.append(part.register_forward_hook(sliced(start, total)))
+                start += part.out_features
         return handles
 
     try:
         passes.run(slice_outputs)
-    except Exception as error:  # a model's own code: a view that needs contiguous memory, most often
-        return f"the model does not take its output as a slice: {_told(error)}"
+    except _PassError as error:  # a view that needs contiguous memory, most often
+        return f"the model does not take its output as a slice: {error}"
     return None
+
+
+class _PassError(Exception):
+    """What a model's code raised."""
 
 
 class _Passes:
@@ -229,7 +236,7 @@ class _Passes:
                         k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in self.inputs.items()
                     }
                     return self._call(fakes, prepare)
-            except Exception:  # whatever it is, the pass with values says it again
+            except _PassError:  # whatever it is, the pass with values says it again
                 self.with_values = True
             finally:
                 self.log.setLevel(level)
@@ -241,6 +248,9 @@ class _Passes:
             with torch.no_grad():
                 args = [value for key, value in inputs.items() if isinstance(key, int)]
                 self.model(*args, **{key: value for key, value in inputs.items() if not isinstance(key, int)})
+        except Exception as error:  # a model's own code, on inputs that may not suit it
+            first, *_ = str(error).strip().splitlines() or [""]
+            raise _PassError(f"{type(error).__name__}: {first[:160]}") from error
         finally:
             for handle in handles:
                 handle.remove()
@@ -248,7 +258,3 @@ class _Passes:
 
 def _training(model: nn.Module) -> list[tuple[nn.Module, bool]]:
     return [(module, module.training) for module in model.modules()]
-
-
-def _told(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"

@@ -144,7 +144,7 @@ class IntegerLinear(Sibling):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = {name: self._buffers.get(name) for name in self._scales}
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         for name, kept in before.items():
             moved = self._buffers.get(name)
             if kept is not None and moved is not None and moved.dtype != kept.dtype:

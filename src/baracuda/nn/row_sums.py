@@ -36,6 +36,8 @@ class RowSums:
         with torch.inference_mode(False):  # the cached sums are also used outside of inference mode
             whole = unpack_int4(weight, kind, size) if kind.is_packed else weight
             sums = whole.sum(dim=1, dtype=torch.int32)
+        if type(sums) is not Tensor:  # a mode of torch, FakeTensorMode say, has made it: it serves nobody else
+            return None
         self._known = weakref.ref(weight), weight._version, sums
         return sums
 

@@ -82,7 +82,7 @@ class Sibling(nn.Module):
         member = state.pop("_member", None)
         if member is not None and id(member.siblings.parent()) not in memo:  # copied alone
             state = self.__getstate__()
-        copied.__setstate__(copy.deepcopy(state, memo))
+        copied.__setstate__(copy.deepcopy(state, memo))  # type: ignore[no-untyped-call]
         return copied
 
 
@@ -386,4 +386,5 @@ def _joined(rows: list[Any], sizes: list[int]) -> Tensor:
             return torch.cat(filled)
         offset += tensor.numel()
     shape = (sum(sizes), *like.shape[1:])
-    return like.new_empty(0).set_(storage, like.storage_offset(), shape)  # type: ignore[arg-type]
+    joined: Tensor = like.new_empty(0).set_(storage, like.storage_offset(), shape)
+    return joined
