@@ -185,6 +185,34 @@ def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")])
         console.print(escape(str(rebuild(out))), highlight=False, soft_wrap=True)
 
 
+@app.command()
+def bench(
+    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
+    quantized_dir: Annotated[Path | None, typer.Argument(help="The quantized checkpoint to put beside it.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...")] = "cpu",
+    batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that is prefilled.")] = 512,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate.")] = 32,
+) -> None:
+    """Measure tokens a second of prefill and decode, and memory, on this machine; two models in turns in one run."""
+    from ..flow.run.speed import compare_speed
+
+    with _errors(), console.status("") as status:
+        say = lambda what: status.update(escape(what))  # noqa: E731
+        rows = compare_speed(
+            model_dir, quantized_dir, device=device, batch=batch, length=length, tokens=tokens, progress=say
+        )
+    table = Table("model", "memory", "prefill", "decode", *(["decode, compiled"] if rows[0].compiled else []))
+    first = rows[0]
+    for row in rows:
+        cells = [f"{row.memory / 2**20:.0f} MiB ({row.memory / first.memory:.2f}x)"]
+        for name in ("prefill", "decode", "compiled"):
+            if (value := getattr(row, name)) is not None:
+                cells.append(f"{value:.1f} tokens/s ({value / getattr(first, name):.2f}x)")
+        table.add_row(escape(row.name), *cells)
+    console.print(table)
+
+
 @contextmanager
 def _errors() -> Iterator[None]:
     """Print the errors that baracuda raises on purpose as a sentence; anything else is a bug and keeps its trace."""

@@ -1,0 +1,82 @@
+"""How fast a model is on this machine, beside the checkpoint it was quantized to: `baracuda bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...models import measure
+from ...plans.plan import resolve_device
+from ..checkpoint.directory import read_json
+from ..errors import FlowError
+from ..hf.load import load, read_model, require_transformers
+from ..hf.structure import model_config
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One model's figures, all of one run."""
+
+    name: str
+    memory: int
+    """Bytes of parameters and buffers."""
+    prefill: float
+    """Tokens a second of one forward over the prompts."""
+    decode: float
+    """Tokens a second that `generate` adds, over the whole batch."""
+    compiled: float | None
+    """The same with a static cache, with which transformers compiles; on a GPU only."""
+
+
+def compare_speed(
+    model: str | Path,
+    quantized: str | Path | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    batch: int = 1,
+    length: int = 512,
+    tokens: int = 32,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Speed]:
+    """Tokens a second and memory of a model directory, and of its quantized checkpoint in turns with it."""
+    require_transformers("measuring runs the model")
+    device = resolve_device(device)
+    contestants: dict[str, Any] = {}
+    for directory in [Path(model), *([] if quantized is None else [Path(quantized)])]:
+        name = directory.name if directory.name not in contestants else str(directory)
+        progress(f"loading {directory}")
+        contestants[name] = _opened(directory, device)
+    progress(f"prefill of {batch} x {length} tokens")
+    prefill = measure.prefill(contestants, batch, length)
+    progress(f"decoding with a batch of {batch}")
+    decode = measure.decode(contestants, batch, length=32, tokens=tokens)
+    compiled: dict[str, float] = {}
+    if device.type == "cuda":
+        progress("decoding with a static cache, which is compiled first")
+        compiled = measure.decode(contestants, batch, length=32, tokens=tokens, compiled=True)
+    return [
+        Speed(
+            name,
+            measure.memory(each),
+            batch * length / prefill[name],
+            batch / decode[name],
+            batch / compiled[name] if name in compiled else None,
+        )
+        for name, each in contestants.items()
+    ]
+
+
+def _opened(directory: Path, device: torch.device) -> Any:
+    if not directory.is_dir():
+        raise FlowError(f"{directory}: expected a model directory; it is not there")
+    if "quantization_config" in read_json(directory / "config.json"):
+        model = load(directory, device=device)
+    else:
+        model = read_model(directory, model_config(directory), "auto").to(device).eval()
+    if not getattr(model, "can_generate", lambda: False)():
+        raise FlowError(f"{directory}: {type(model).__name__} does not generate text, which is what is measured")
+    return model
