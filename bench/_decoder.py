@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import baracuda
-from baracuda.models.measure import wait
+from baracuda.flow.hf.measure import wait
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from baracuda.models import measure
+from baracuda.flow.hf import measure
 
 from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
 from .common import Bar, arguments, show_bars, table, write_json

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from baracuda.models import measure
+from baracuda.flow.hf import measure
 from bench import model as bench_model
 from bench._decoder import LLAMA_8B, Decoders, Shapes, weight_bytes
 

@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import baracuda
-from baracuda.models.measure import step_seconds
+from baracuda.flow.hf.measure import step_seconds
 from baracuda.nn.siblings import siblings_of
 
 pytest.importorskip("transformers")

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ...models import measure
 from ...plans.plan import resolve_device
 from ..checkpoint.directory import read_json
 from ..errors import FlowError
-from ..hf.load import load, read_model, require_transformers
-from ..hf.structure import model_config
+from ..hf import measure
+from ..hf.load import load, read_model
+from ..hf.skeleton import model_config, require_transformers
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.errors import InvalidProblem
+from ...core.errors import InvalidProblem
 
 #: Steps at the start of a generation that do not count: the prefill, and what is set up on the way.
 SKIPPED = 3
