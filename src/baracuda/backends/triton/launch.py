@@ -24,8 +24,10 @@ from ...core.errors import Unsupported
 from ...core.host import DLPACK_DTYPES
 from ..registry import Launch, Value
 from .numerics.conversions import INTERPRETED
+from .older import adapt
 from .sources import Group, Source, Sources, pick, split
 
+adapt()
 if not (INTERPRETING := bool(INTERPRETED.value)):
     from ... import _host
 

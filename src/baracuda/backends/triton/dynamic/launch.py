@@ -120,7 +120,7 @@ def whole_step(problem: Problem, config: tune.Config, device: torch.device) -> S
     storage = Storage(pairs, 1 if alone else together(problem, tile, bool(pairs)))
     spec = Dynamic(_range(problem), quantizer(problem), storage, _bounds(problem))
     constants = {"SCAN": Scan(tile, mask(even), wide(problem)), "SPEC": spec}
-    unaligned = {"SPEC": spec._replace(storage=one_by_one(storage))}
+    unaligned = {"SPEC": spec._replace(storage=one_by_one(storage.packed))}
     return tiled(kernel, programs, sizes, constants, tile, problem, device, unaligned=unaligned)
 
 

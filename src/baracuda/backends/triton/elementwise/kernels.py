@@ -117,15 +117,9 @@ def formula(a, dy, segment, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, WAY: 
 
 
 @triton.constexpr_function
-def divides(spec: Elementwise) -> bool:
+def divides(reciprocal: bool, op: int) -> bool:
     """Whether an `awkward` scale or zero point asks for `quantize_steps`' FAR way."""
-    return not spec.quantizer.reciprocal and spec.op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
-
-
-@triton.jit
-def next_columns(place, COUNT: tl.constexpr):
-    """The place so many columns to the right."""
-    return Place(start=place.start, column=place.column + COUNT, width=place.width, valid=place.valid)
+    return not reciprocal and op not in (DEQUANTIZE.value, DEQUANTIZE_BACKWARD.value)
 
 
 @triton.jit
@@ -140,7 +134,8 @@ def load_tile(a_ptr, dy_ptr, place, MASKED: tl.constexpr, PARTS: tl.constexpr, S
     F64: tl.constexpr = SPEC.quantizer.f64
     if PARTS > 1:
         half: tl.constexpr = PARTS // 2
-        further = next_columns(place, half * COLS)
+        # Not by a function: Triton 3.6 takes no None in what a function returns.
+        further = Place(place.start, place.column + half * COLS, place.width, place.valid)
         near = load_tile(a_ptr, dy_ptr, place, MASKED, half, SPEC)
         far = load_tile(a_ptr, dy_ptr, further, MASKED, half, SPEC)
         return near, far
@@ -171,7 +166,7 @@ def finish_tile(
     if PARTS > 1:
         half: tl.constexpr = PARTS // 2
         finish_tile(tile[0], out_ptr, segment, place, MAY_BE_NAN, MASKED, WAY, half, SPEC)
-        further = next_columns(place, half * COLS)
+        further = Place(place.start, place.column + half * COLS, place.width, place.valid)
         finish_tile(tile[1], out_ptr, segment, further, MAY_BE_NAN, MASKED, WAY, half, SPEC)
     else:
         a, dy = tile
@@ -183,7 +178,7 @@ def finish_tile(
             per_column: tl.constexpr = SPEC.per_column and has_zp and segment.zero_point.type.is_block()
             # Bytes with no zero point to add are as fast one by one.
             alone: tl.constexpr = not (SPEC.storage.packed or has_zp)
-            STORAGE: tl.constexpr = one_by_one(SPEC.storage) if alone else SPEC.storage
+            STORAGE: tl.constexpr = one_by_one(SPEC.storage.packed) if alone else SPEC.storage
             store_quantized(out_ptr, y, rest, place, MASKED, STORAGE, step_lacks(F64), per_column, COLS, VECTOR)
         else:
             columns, mask = columns_at(place, MASKED, COLS, VECTOR)
@@ -191,9 +186,9 @@ def finish_tile(
 
 
 @triton.constexpr_function
-def one_by_one(storage: Storage) -> Storage:
-    """A byte at a time instead of words."""
-    return storage._replace(each=2 if storage.packed else 1)
+def one_by_one(packed: int) -> Storage:
+    """A byte at a time instead of words. Triton 3.6 hands over a named tuple as a plain one, so it gets the field."""
+    return Storage(packed, 2 if packed else 1)
 
 
 @triton.jit
@@ -203,7 +198,7 @@ def one_tile(
 ):  # fmt: skip
     """Load a tile, then look at its scales while the elements are under way, then compute and store."""
     tile = load_tile(a_ptr, dy_ptr, place, MASKED, PARTS, SPEC)
-    if divides(SPEC) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
+    if divides(SPEC.quantizer.reciprocal, SPEC.op) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
         finish_tile(tile, out_ptr, segment, place, MAY_BE_NAN, MASKED, FAR, PARTS, SPEC)
     else:
         finish_tile(tile, out_ptr, segment, place, MAY_BE_NAN, MASKED, PLAIN, PARTS, SPEC)
@@ -288,7 +283,7 @@ def columns(
     if ITERS == 1:
         place = lines_at(first, row, column, run, inner, LINES)
         one_tile(a_ptr, dy_ptr, out_ptr, segment, place, may_be_nan, MASKED, 1, SPEC)
-    elif divides(SPEC) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
+    elif divides(SPEC.quantizer.reciprocal, SPEC.op) and awkward(segment.scale, segment.zero_point, SPEC.quantizer.f64):
         for top in range(loop_bound(first), loop_bound(end), LINES):
             place = lines_at(top, row, column, run, inner, LINES)
             tile = load_tile(a_ptr, dy_ptr, place, True, 1, SPEC)
