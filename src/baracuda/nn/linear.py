@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Real
 from typing import Any, ClassVar, Self, cast
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..autograd import straight_through
-from ..core.arrays import as_tensor
 from ..core.errors import InvalidProblem, Unsupported
-from ..core.optable import Numbers, activation_zero_point_numbers, packed_shape, scale_numbers
+from ..core.optable import activation_zero_point_numbers, packed_shape, scale_numbers
 from ..core.problem import Problem, dynamic_range
 from ..core.scope import PerChannel, PerGroup, Scope
 from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
@@ -26,8 +24,12 @@ from ..functional import (
 from ..schemes.formats import WeightFormat
 from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with, rtn
+from .launches import Launches
 from .row_sums import RowSums
 from .siblings import Sibling
+from .state import fit_state, one_value
+
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 class IntegerLinear(Sibling):
@@ -78,6 +80,10 @@ class IntegerLinear(Sibling):
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         self._row_sums = RowSums()
+        # For torch.compile, which guards one string by one comparison, but every pair of modules that share an enum
+        # member by an expression in Python: hundreds of them before each step of a large model.
+        named = (self.mode.value, self.activation.value, self.weight_element.value, str(self.q_min), str(self.q_max))
+        self._plain_options = " ".join(named)
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
         """The range of the activations; that of their type by default."""
@@ -193,6 +199,10 @@ class QuantizedLinear(IntegerLinear):
     activations. A symmetric range over u8 `activation`s begins at 0: what is negative becomes 0.
     """
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._launches = Launches()
+
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
         return dynamic_range(self.activation, self.mode, q_min, q_max)
 
@@ -215,6 +225,10 @@ class QuantizedLinear(IntegerLinear):
     def forward(self, x: Tensor) -> Tensor:
         if self._member is not None and (y := self._member.share(self, x)) is not None:
             return y
+        if _is_traced():
+            return self._forward_traced(under_autocast(x))
+        if (y := self._launches(self, x)) is not None:
+            return y
         x = under_autocast(x)
         return quantized_linear(
             x,
@@ -228,6 +242,21 @@ class QuantizedLinear(IntegerLinear):
             weight_factor=self.weight_factor,
             q_min=self.q_min,
             q_max=self.q_max,
+        )
+
+    def _forward_traced(self, x: Tensor) -> Tensor:
+        mode, activation, weight, low, high = self._plain_options.split(" ")
+        return quantized_linear(
+            x,
+            self.weight,
+            self.weight_scale,
+            self._bias_as(x.dtype),
+            mode=mode,
+            dtype=activation,
+            weight_element=weight,
+            weight_factor=self.weight_factor,
+            q_min=int(low),
+            q_max=int(high),
         )
 
 
@@ -294,6 +323,7 @@ class SmoothQuantLinear(IntegerLinear):
             dtype, x_q = x.dtype, self.quantize_input(x)
         else:
             dtype, x_q = self.dtype, x
+        traced = _is_traced()
         y = smoothquant_linear(
             x_q,
             self.weight,
@@ -302,8 +332,8 @@ class SmoothQuantLinear(IntegerLinear):
             self._bias_as(dtype),
             act_zero_point=self.input_zero_point,
             dtype=dtype,
-            weight_element=self.weight_element,
-            weight_sum=self._weight_sum(),
+            weight_element=self._plain_options.split(" ")[2] if traced else self.weight_element,
+            weight_sum=None if traced else self._weight_sum(),
             weight_factor=self.weight_factor,
         )
         return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
@@ -316,6 +346,9 @@ class SmoothQuantLinear(IntegerLinear):
 
     def quantize_input(self, x: Tensor) -> Tensor:
         """The integers the matrix product sees."""
+        if _is_traced():
+            _, kind, _, low, high = self._plain_options.split(" ")
+            return quantize(x, self.input_scale, self.input_zero_point, dtype=kind, q_min=int(low), q_max=int(high))
         return quantize(
             x, self.input_scale, self.input_zero_point, dtype=self.activation, q_min=self.q_min, q_max=self.q_max
         )
@@ -362,32 +395,3 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
         return x.dtype
     return torch.get_autocast_dtype(device)
-
-
-def one_value(value: Any, name: str, like: Tensor, numbers: Numbers) -> Tensor:
-    """A number that `numbers` allows, or a tensor of one element, in the type and shape of the buffer `like`."""
-    if isinstance(value, Real):
-        numbers.require(name, value)
-        return torch.tensor([value], dtype=like.dtype, device=like.device)
-    tensor = as_tensor(value, name)
-    if tensor.numel() != 1:
-        raise InvalidProblem(f"{name}: expected one value for all activations, got shape {list(tensor.shape)}")
-    if not like.is_floating_point():  # a cast alone would wrap
-        storage = torch.iinfo(like.dtype)
-        tensor = tensor.double().round().clamp(storage.min, storage.max)
-    return tensor.detach().reshape(1).to(dtype=like.dtype, device=like.device)
-
-
-def fit_state(value: Any, buffer: Tensor, *, scale: bool) -> Tensor | None:
-    """A stored tensor as the buffer holds it, or None where it does not match.
-
-    Scales may be stored in any float type, and as `[N]`, `[N, 1]` or one for all; everything else only as it is.
-    """
-    if not isinstance(value, Tensor):
-        return None
-    if not scale:
-        return value if value.dtype == buffer.dtype and value.shape == buffer.shape else None
-    if not value.is_floating_point() or value.numel() not in (1, buffer.numel()):
-        return None
-    fitted = value.to(buffer.dtype)
-    return fitted.reshape(buffer.shape) if value.numel() == buffer.numel() else fitted.expand(buffer.shape).clone()

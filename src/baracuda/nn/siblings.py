@@ -37,8 +37,8 @@ _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream
 class Sibling(nn.Module):
     """A linear that can be computed together with others. `forward` first asks `_member`, where it has one."""
 
-    #: The tensors with a row for each output, which are stacked. All others must be the same in every sibling.
-    rowwise: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "bias")
+    #: The tensors with a row for each output, the weight first: they are stacked. All others must be alike.
+    rowwise: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_factor", "bias")
     #: Tensors that are stored but that no forward reads: each sibling keeps its own.
     unread: ClassVar[tuple[str, ...]] = ()
     in_features: int
@@ -325,8 +325,8 @@ def why_not_one(parts: Sequence[Sibling]) -> str | None:
             return "has hooks, or a forward of its own"
         if part._modules:
             return "has modules of its own, such as a parametrization"
-        if not all(part._buffers.get(n) is not None or n in part._parameters for n in part.rowwise):
-            return "has no plain tensors for its weight"
+        if part._buffers.get(part.rowwise[0]) is None:
+            return "has no plain tensor for its weight"
         if any(type(t) not in (Tensor, nn.Parameter) for t in _tensors(part).values()):
             return "has tensors of a subclass"
     for part in parts[1:]:

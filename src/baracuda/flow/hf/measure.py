@@ -47,43 +47,44 @@ def decode(
     tokens: int = 32,
     rounds: int = 3,
     seconds: float = 20.0,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Seconds of a decode step of `generate`: the median over the steps of a generation, then over the rounds.
 
-    `compiled` is transformers' static cache, with which it compiles the decode step. The first generation of each
-    model, which compiles, does not count.
+    `compiled` is transformers' static cache, with which it compiles the decode step on accelerators. The first
+    generation of each model, which compiles, does not count. `options` are further ones of `generate`.
     """
     if tokens <= SKIPPED + 1:
         raise InvalidProblem(f"tokens: expected more than {SKIPPED + 1}, of which {SKIPPED} do not count, got {tokens}")
     times: dict[str, list[float]] = {name: [] for name in models}
     prompts = {name: prompt(model, batch, length) for name, model in models.items()}
     for name, model in models.items():
-        step_seconds(model, prompts[name], tokens, compiled)
+        step_seconds(model, prompts[name], tokens, compiled, options)
     start = time.perf_counter()
     for turn in range(rounds):
         if turn and time.perf_counter() - start > seconds:
             break
         for name, model in models.items():
-            times[name].append(median(step_seconds(model, prompts[name], tokens, compiled)))
+            times[name].append(median(step_seconds(model, prompts[name], tokens, compiled, options)))
     return {name: median(each) for name, each in times.items()}
 
 
-def step_seconds(model: nn.Module, ids: Tensor, tokens: int, compiled: bool) -> list[float]:
-    """The time of each decode step of one generation, the first few left out."""
-    from transformers import LogitsProcessorList
-
+def step_seconds(
+    model: nn.Module, ids: Tensor, tokens: int, compiled: bool, options: Mapping[str, Any] | None = None
+) -> list[float]:
+    """The time of each decode step of one generation, the first few left out; `options` are further ones of it."""
     clock = _Clock()
-    options: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    given: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, **(options or {})}
     if compiled:
-        options |= {"cache_implementation": "static", **_compiles_here(ids.device)}
+        given["cache_implementation"] = "static"
     generate: Callable[..., Any] = model.generate  # type: ignore[assignment]
     with torch.no_grad():
         generate(
             ids,
             attention_mask=torch.ones_like(ids),
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([clock]),
-            **options,
+            logits_processor=[clock],
+            **given,
         )
     ticks = clock.ticks
     return [after - before for before, after in zip(ticks[SKIPPED - 1 :], ticks[SKIPPED:], strict=False)]
@@ -101,17 +102,6 @@ class _Clock:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self.ticks.append(time.perf_counter())
         return scores
-
-
-def _compiles_here(device: torch.device) -> dict[str, Any]:
-    """transformers compiles by itself on accelerators only."""
-    if device.type != "cpu":
-        return {}
-    from transformers import CompileConfig
-
-    config = CompileConfig()
-    config._compile_all_devices = True
-    return {"compile_config": config}
 
 
 def forget_compiled(*models: nn.Module) -> None:

@@ -13,8 +13,9 @@ from ...plans.plan import resolve_device
 from ..checkpoint.directory import read_json
 from ..errors import FlowError
 from ..hf import measure
-from ..hf.load import load, read_model
-from ..hf.skeleton import model_config, require_transformers
+from ..hf.forward import float_model, generates
+from ..hf.load import load
+from ..hf.skeleton import require_transformers
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _opened(directory: Path, device: torch.device) -> Any:
     if "quantization_config" in read_json(directory / "config.json"):
         model = load(directory, device=device)
     else:
-        model = read_model(directory, model_config(directory), "auto").to(device).eval()
-    if not getattr(model, "can_generate", lambda: False)():
+        model = float_model(directory, device)
+    if not generates(model):
         raise FlowError(f"{directory}: {type(model).__name__} does not generate text, which is what is measured")
     return model
