@@ -40,7 +40,7 @@ class Launches:
 
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()
-        self._address = 0
+        self._address, self._bias_dtype = 0, None  # type: int, torch.dtype | None
         self._operands: tuple[Any, ...] = ()
         self._plans: dict[tuple[Any, ...], tuple[SelectedPlan, tuple[int, int], tuple[int, ...]]] = {}
 
@@ -48,7 +48,7 @@ class Launches:
         """The linear of x; None where the call must take the long way."""
         if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _is_autocast_enabled():
             return None
-        if transform_level() is not None or forward_ad._current_level >= 0 or x.is_neg() or _is_batched(x):
+        if transform_level() is not None or forward_ad._current_level >= 0 or x.is_neg() or x.is_meta or _is_batched(x):
             return None
         buffers, bias = linear._buffers, linear._parameters.get("bias")
         if _is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
@@ -56,6 +56,8 @@ class Launches:
         weight, scale, factor = buffers["weight"], buffers["weight_scale"], buffers["weight_factor"]
         known = self._tensors
         same = known and known[0] is weight and known[1] is scale and known[2] is bias and known[3] is factor
+        if bias is not None and bias.dtype is not self._bias_dtype:
+            same = False
         if not (same and self._address == scale.data_ptr()) and not self._take(x, weight, scale, bias, factor):  # type: ignore[union-attr]
             return None
         found = self._plans.get((x.shape, x.dtype))
@@ -80,11 +82,12 @@ class Launches:
                 return False
             self._operands = weight, scale.view(-1), bias, factor
         self._address, self._tensors = scale.data_ptr(), tensors
+        self._bias_dtype = None if bias is None else bias.dtype
         return True
 
     def _find(self, linear: QuantizedLinear, x: Tensor) -> tuple[SelectedPlan, tuple[int, int], tuple[int, ...]] | None:
         bias, shape = self._operands[2], x.shape
-        if not shape or (bias is not None and bias.dtype not in (torch.float32, x.dtype)) or x.is_meta:
+        if not shape or (bias is not None and bias.dtype not in (torch.float32, x.dtype)):
             return None
         m, k, n = prod(shape[:-1]), shape[-1], linear.out_features
         spec = dynamic_spec(
