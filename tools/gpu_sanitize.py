@@ -50,7 +50,7 @@ TOOLS = {"memcheck": ["--padding", "4096", "--report-api-errors", "no"], "racech
 COMMON = ["--error-exitcode", "9", "--destroy-on-device-error", "kernel", "--show-backtrace", "no"]
 FOUND = 9
 DEVICE = torch.device("cuda", 0)
-#: m, n, k: one for each way through the sm_90 kernels, fused, with few tokens and in tiles, K whole and in parts.
+#: m, n, k: one for each way through the sm_90 kernels, with few tokens and in tiles, K whole and in parts.
 LINEAR_SHAPES = [(2, 72, 528), (2, 64, 8192), (5, 72, 272), (16, 64, 8192), (33, 72, 528), (130, 136, 272)]
 LINEAR_SHAPES += [(65, 72, 4112)]
 LINEARS = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+import baracuda
 from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from baracuda.backends.triton.linear import tune as linear_tune
 from baracuda.core.problem import Problem, scale_elements
 from baracuda.plans.plan import SelectedPlan
 from cases import LINEAR_CASES, Case, assert_same_bits, operands, run
@@ -95,7 +96,7 @@ def test_every_case_of_the_matrix_has_the_bits_of_the_reference(case) -> None:
     assert_matches(case)
 
 
-#: One shape for each way out: fused, split, skinny, both tile schedules, tiles in parts, portable.
+#: One shape for each way out: few tokens, folded and not, both tile schedules, tiles in parts, portable.
 WAYS_OUT = [(1, 4104, 1024), (2, 1024, 8192), (16, 1024, 8192), (33, 4104, 528), (300, 1032, 272), (600, 512, 8192)]
 WAYS_OUT += [(1400, 1664, 4112), (127, 131, 137)]
 
@@ -154,14 +155,49 @@ def test_sums_beyond_int32_are_exact(kind, m) -> None:
     assert abs(float(results[0][0, 0])) > 2**31
 
 
-@pytest.mark.parametrize("m", [3, 8])
-def test_more_tokens_than_pay_off_can_be_quantized_on_the_way_too(m, monkeypatch) -> None:
-    monkeypatch.setattr(linear_tune, "FUSED_TOKENS", 8)
-    for n, k in ((1032, 1040), (512, 8192)):
-        p = problem(QuantizeKind.QUANTIZED_LINEAR, (m, n, k), ElementKind.BF16, DynamicRangeMode.SYMMETRIC)
-        for data in ("ordinary", "edges"):
-            assert_matches(Case(p, data))
-        assert "on the way" in str(SelectedPlan(p, DEVICE).sku().epilogue)
+def packed_problem(op: QuantizeKind, m: int, n: int, k: int, group: int, element: ElementKind) -> Problem:
+    return Problem(op, (m, n, k), element, ElementKind.S8, -127, 127, weight=ElementKind.S4, weight_group=group)
+
+
+#: N, K, group: whole tiles and parts, groups smaller and larger than a step, and one that is no power of two.
+PACKED = [(1032, 4096, 128), (264, 1536, 0), (520, 1024, 32), (136, 2048, 512), (4104, 768, 96), (72, 14336, 64)]
+
+
+@pytest.mark.parametrize("n, k, group", PACKED)
+@pytest.mark.parametrize("op", LINEARS, ids=lambda op: op.value)
+def test_a_packed_weight_has_the_bits_of_the_reference_for_any_number_of_tokens(op, n, k, group) -> None:
+    for m in (1, 2, 3, 5, 8, 9, 16, 17, 33, 64, 65, 129, 300):
+        p = packed_problem(op, m, n, k, group, ElementKind.BF16)
+        assert SelectedPlan(p, DEVICE).sku().kernel == "hopper"
+        assert_matches(Case(p))
+
+
+@pytest.mark.parametrize("m", [1, 16, 300])
+@pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.F32], ids=lambda kind: kind.value)
+def test_a_packed_weight_takes_every_epilogue(element, m) -> None:
+    for activation in Activation:
+        p = replace(packed_problem(LINEARS[0], m, 1032, 1024, 128, element), nonlinearity=activation)
+        assert_matches(Case(p, "edges", residual=True))
+
+
+def test_a_weight_written_by_the_kernel_before_is_read_as_written() -> None:
+    """The weight's copies start before that kernel ends only where it is known not to write the weight."""
+    for op in LINEARS:
+        case = Case(problem(op, (1, 4096, 4096), ElementKind.BF16, DynamicRangeMode.SYMMETRIC))
+        plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=TRITON))
+        values = operands(case, DEVICE)
+        at = 1 if op is QuantizeKind.QUANTIZED_LINEAR else 3
+        weight, scale = values[at], torch.ones((), device=DEVICE)
+        wanted, floats = weight.clone(), weight.float()
+        room = plan.allocate_workspace()
+        plan.launch(values, room)
+        expected = values[-1].clone()
+        for _ in range(20):
+            weight.zero_()
+            values[-1].fill_(77)
+            baracuda.quantize(floats, scale, dtype=ElementKind.S8, out=weight)
+            plan.launch(values, room)
+            assert torch.equal(weight, wanted) and torch.equal(values[-1], expected)
 
 
 @pytest.mark.parametrize("shape", [(1, 4096, 4096), (16, 4096, 4096), (256, 512, 1024)])

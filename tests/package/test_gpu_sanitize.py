@@ -60,11 +60,10 @@ def test_every_operation_meets_every_scope_mode_and_width() -> None:
 
 def test_every_schedule_of_the_sm_90_linears_is_run() -> None:
     shapes = [c.problem.shape for c in gpu_sanitize.linears() if c.problem.shape in gpu_sanitize.LINEAR_SHAPES]
-    few = [linear_tune.skinny(*shape, 132) for shape in shapes if shape[0] <= linear_tune.SKINNY_TOKENS]
-    fused = [linear_tune.fused(*shape[1:], 132) for shape in shapes if shape[0] <= linear_tune.FUSED_TOKENS]
-    tiles = [linear_tune.pingpong(*shape, 2, 132, cut=True) for shape in shapes if shape[0] > linear_tune.SKINNY_TOKENS]
-    assert {config.split > 1 for config in few} == {config.split > 1 for config in fused} == {False, True}
-    assert {config.tiles for config in few} == {1, 2}
+    most = linear_tune.FEW_TOKENS
+    few = [linear_tune.few(*shape, False, 0, 132) for shape in shapes if shape[0] <= most]
+    tiles = [linear_tune.pingpong(*shape, 2, 132, cut=True) for shape in shapes if shape[0] > most]
+    assert {tile.fold > 1 for tile in few} == {tile.wgmma for tile in few} == {False, True}
     assert {tile.tail > 1 for tile in tiles} == {False, True}
     stored = {(c.problem.quantized, c.problem.weight) for c in gpu_sanitize.linears()}
     assert stored == set(product((ElementKind.S8, ElementKind.U8), (ElementKind.S8, ElementKind.S4)))

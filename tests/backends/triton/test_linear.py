@@ -84,7 +84,9 @@ else:
     from baracuda.backends.triton.linear import kernels as linear_kernels
     from baracuda.backends.triton.linear import launch as linear
     from baracuda.backends.triton.linear import tune as linear_tune
+    from baracuda.backends.triton.linear.hopper import few_launch, packed_launch
     from baracuda.backends.triton.linear.hopper import launch as hopper_launch
+    from baracuda.backends.triton.linear.hopper.few import Form
     from baracuda.backends.triton.linear.kernels import Epilogue, Matmul, Shape, Terms
     from baracuda.core.problem import Problem
 
@@ -167,23 +169,64 @@ else:
         compiled = compile_tile(tile, out, VECTOR, VECTOR.int())
         assert compiled.metadata.shared <= LIMIT
 
-    @pytest.mark.parametrize("nonlinearity", [Activation.NONE, Activation.GELU])
-    @pytest.mark.parametrize("quantize", [False, True])
-    @pytest.mark.parametrize("m", [1, 16])
-    def test_the_kernel_for_few_tokens_divides_exactly_and_fits(m, quantize, nonlinearity) -> None:
-        sizes = 14336, 4096, 132
-        config = linear_tune.fused(*sizes) if quantize else linear_tune.skinny(m, *sizes)
+    def compile_few(m, n, k, weight, group, early="copy", nonlinearity=Activation.NONE):
+        tile = linear_tune.few(m, n, k, weight.is_packed, group, 132)
         residual = VECTOR.bfloat16() if nonlinearity is Activation.GELU else None
         forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, None, 1, residual, nonlinearity)
-        kinds = kinds._replace(scale="given") if quantize else kinds
-        source = hopper_launch.skinny_source(config, torch.bfloat16, forms, kinds, 14336)
-        compiled = triton.compile(source, target=HOPPER, options={"enable_fp_fusion": False, "num_warps": 4})
+        source = few_launch.few_source(tile, Form(weight.is_packed, group, early), torch.bfloat16, forms, kinds, n)
+        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": early != "no"}
+        return tile, triton.compile(source, target=HOPPER, options=options)
+
+    FEW = [(1, ElementKind.S8, 0), (8, ElementKind.S8, 0), (64, ElementKind.S8, 0)]
+    FEW += [(1, ElementKind.S4, 0), (1, ElementKind.S4, 128), (16, ElementKind.S4, 32), (16, ElementKind.S4, 512)]
+
+    @pytest.mark.parametrize("m, weight, group", FEW)
+    def test_the_kernel_for_few_tokens_fits_as_often_as_its_tile_says(m, weight, group) -> None:
+        tile, compiled = compile_few(m, 14336, 4096, weight, group)
+        ptx = compiled.asm["ptx"]
+        product = r"wgmma\.mma_async\S+\.s32\.s8\.s8" if tile.wgmma else r"mma\.sync\S+\.s32\.s8\.s8\.s32"
+        assert re.search(product, ptx)
+        assert (compiled.metadata.shared + 1024) * tile.programs <= LIMIT + 1024
+        # A word of four weights takes a multiplication, an addition and two bit operations with factors.
+        assert ("mad.lo.u32" in ptx) == bool(group)
+
+    @pytest.mark.parametrize("early", ["copy", "prefetch", "no"])
+    def test_only_weights_are_read_before_the_previous_kernel_has_ended(early) -> None:
+        _, compiled = compile_few(1, 4096, 4096, ElementKind.S8, 0, early, Activation.GELU)
+        ptx = compiled.asm["ptx"]
+        before, waits, after = ptx.partition("griddepcontrol.wait")
+        assert bool(waits) == (early != "no") and compiled.metadata.launch_pdl == bool(waits)
+        assert ("griddepcontrol.launch_dependents" in before) == bool(waits)
+        if waits:
+            assert not re.search(r"(ld|st)\.global", before) and "bra" not in before.partition("griddepcontrol")[2]
+            assert ("cp.async.bulk.tensor" in before) == (early == "copy")
+            assert ("cp.async.bulk.prefetch.L2" in before) == (early == "prefetch")
+            assert "cp.async.bulk.tensor" in after
+        assert "div.full" not in ptx and "rcp.approx.ftz.f32" in ptx
+
+    @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 9, 16, 17, 33, 64])
+    @pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 16), (8, 48), (136, 4112)])
+    def test_rows_are_folded_no_further_than_the_copy_engine_can_address(m, n, k) -> None:
+        for packed, group in ((False, 0), (True, 0), (True, 32), (True, 128)):
+            if (packed and (m > linear_tune.FEW_TOKENS_PACKED or k % 32)) or (group and k % group):
+                continue
+            tile = linear_tune.few(m, n, k, packed, group, 132)
+            assert m * tile.fold <= tile.tokens and k % (tile.fold * (32 if packed else 16)) == 0
+            assert not group or k // tile.fold % group == 0
+            assert 0 < tile.grid(n, 132) <= 132 * tile.programs
+
+    @pytest.mark.parametrize("out", [torch.float16, torch.float32])
+    @pytest.mark.parametrize("m, group", [(64, 0), (100, 128), (256, 96), (2048, 32)])
+    def test_packed_weights_are_decoded_between_the_copies_and_the_products(m, group, out) -> None:
+        tile = linear_tune.packed(m, 14336, out.itemsize)
+        forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, VECTOR, 1)
+        source = packed_launch.packed_source(tile, Form(True, group, "copy"), out, forms, kinds)
+        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True}
+        compiled = triton.compile(source, target=HOPPER, options=options)
         ptx = compiled.asm["ptx"]
         assert re.search(r"wgmma\.mma_async\S+\.s32\.s8\.s8", ptx)
-        assert "div.full" not in ptx
-        assert ("div.rn.f32" in ptx) == quantize
-        assert ("rcp.approx.ftz.f32" in ptx) == (nonlinearity is Activation.GELU)
-        assert (compiled.metadata.shared + 1024) * config.programs <= LIMIT + 1024
+        assert compiled.metadata.shared <= LIMIT
+        assert ("mad.lo.u32" in ptx) == bool(group)
 
     @pytest.mark.parametrize(
         "shape, tail", [((8192, 8192, 8192), 16), ((2048, 6144, 4096), 1), ((256, 4096, 14336), 2)]
@@ -204,11 +247,6 @@ else:
         ptx = compile_kernel(linear_kernels.sum_tail, forms, sizes, constants, Build(), HOPPER).asm["ptx"]
         assert_nonlinearity_rounds(ptx, Activation.GELU)
         assert "ld.global.v4" in ptx
-
-    @pytest.mark.parametrize("n, k", [(4096, 4096), (6144, 4096), (57344, 8192), (8, 16), (8192, 28672)])
-    def test_a_split_of_k_leaves_each_part_some_work(n, k) -> None:
-        config = linear_tune.skinny(16, n, k, 132)
-        assert config.split == 1 or -(-k // config.k) // config.split >= 4
 
     LIMITS = [("s8", "symmetric", 131071), ("u8", "symmetric", 65793), ("s8", "asymmetric", 65793)]
 
@@ -235,10 +273,10 @@ else:
         f64, nonlinearity, chunk
     ) -> None:
         element = "*fp64" if f64 else "*fp32"
-        forms = ("*i8", "*i8", element, Terms("i64", element, element, element), "constexpr", "constexpr")
+        forms = ("*i8", "*i8", "constexpr", element, Terms("i64", element, element, element), "constexpr", "constexpr")
         epilogue = Epilogue(per_token=False, nonlinearity=nonlinearity, f64=f64)
         tile = linear_tune.Portable(16, 64, 128, 4, 4)
-        spec = Matmul(epilogue, tile, False, 0, False, -128, 127, chunk)
+        spec = Matmul(epilogue, tile, False, 0, False, 0, -128, 127, chunk)
         sizes = {"shape": Shape(16, 4096, 140000)}
         ptx = compile_kernel(linear_kernels.matmul, forms, sizes, {"SPEC": spec}, Build(), HOPPER).asm["ptx"]
         if f64:

@@ -54,6 +54,11 @@ def _driver() -> _host.Driver:
     return _host.Driver("libcuda.so.1")
 
 
+def captures_pdl() -> bool:
+    """Whether the driver captures programmatic dependent launches into graphs."""
+    return _driver().version >= PDL_IN_GRAPHS
+
+
 #: Compiles for arguments like these; the flag says whether all that take part in vector accesses are aligned. None
 #: where the kernel does not take them.
 Prepare = Callable[[list[Value], bool], "_host.Kernel | None"]
@@ -250,7 +255,7 @@ class Step:
         forms = list(map(_form, arguments, sources.names))
         target = triton.runtime.driver.active.get_current_target()
         constants = self.constants if aligned else self.unaligned
-        build = replace(self.build, pdl=self.build.pdl and _driver().version >= PDL_IN_GRAPHS)
+        build = replace(self.build, pdl=self.build.pdl and captures_pdl())
         compiled = compile_kernel(self.kernel, sources.grouped(forms), self.sizes, constants, build, target, aligned)
         kernel = loaded(compiled, self.programs)
         for i, form in enumerate(forms):

@@ -7,12 +7,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ....core import types
 from ..numerics.comparisons import clamp
 from ..numerics.conversions import load_scale, narrow, to_float, widen
 from ..numerics.indices import loop_bound
 from ..numerics.nonlinearity import nonlinear
 from ..numerics.packing import nibble_at
 from .tune import Portable
+
+#: The low bits of a stored factor count.
+MAX_FACTOR = tl.constexpr(types.MAX_FACTOR)
 
 
 class Shape(NamedTuple):
@@ -55,6 +59,8 @@ class Matmul(NamedTuple):
     shift: int
     #: Two elements of the weight lie in a byte.
     packed: bool
+    #: Weights along K that share an integer factor; 0: there are no factors.
+    group: int
     q_min: int
     q_max: int
     #: How much of the stored weight is summed in int32 before it is added in int64; 0: all of it.
@@ -120,14 +126,19 @@ def centred(acc, rows, M, zero_point_ptr, sums, SPEC: tl.constexpr):
 
 
 @triton.jit
-def load_weight(w_ptr, columns, k, N, K, ODD: tl.constexpr, PACKED: tl.constexpr):
-    """The weight at columns x k, as [k, columns]; of a packed one, the even or the odd elements of each byte."""
+def load_weight(w_ptr, factor_ptr, columns, k, N, K, ODD: tl.constexpr, PACKED: tl.constexpr, GROUP: tl.constexpr):
+    """The weight at columns x k, as [k, columns]; of a packed one, the even or the odd elements of each byte, times the
+    factors of their groups, which s8 holds."""
     stride = (K + 1) // 2 if PACKED else K
     at = 2 * k + ODD if PACKED else k
     inside = (at < K)[:, None] & (columns < N)[None, :]
     w = tl.load(w_ptr + columns.to(tl.int64)[None, :] * stride + k[:, None], mask=inside, other=0)
     if PACKED:
-        w = tl.where(inside, nibble_at(w.to(tl.int32), ODD, True), 0).to(tl.int8)
+        w = tl.where(inside, nibble_at(w.to(tl.int32), ODD, True), 0)
+        if GROUP:
+            place = columns.to(tl.int64)[None, :] * (K // GROUP) + (at // GROUP)[:, None]
+            w = w * (tl.load(factor_ptr + place, mask=inside, other=0).to(tl.int32) & MAX_FACTOR)
+        w = w.to(tl.int8)
     return w
 
 
@@ -140,7 +151,7 @@ def load_activation(x_ptr, rows, at, M, K, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS: tl.constexpr, SPEC: tl.constexpr):
+def dot(x_ptr, w_ptr, factor_ptr, rows, columns, first, last, shape, SUMS: tl.constexpr, SPEC: tl.constexpr):
     """The int32 sums over the stored weight from first to last, and with SUMS those of the weight alone."""
     BM: tl.constexpr = SPEC.tile.m
     BN: tl.constexpr = SPEC.tile.n
@@ -150,7 +161,7 @@ def dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS: tl.constexpr, SPE
     for start in range(first, loop_bound(last), BK):
         k = start + tl.arange(0, BK)
         for odd in tl.static_range(2 if SPEC.packed else 1):
-            w = load_weight(w_ptr, columns, k, shape.n, shape.k, odd, SPEC.packed)
+            w = load_weight(w_ptr, factor_ptr, columns, k, shape.n, shape.k, odd, SPEC.packed, SPEC.group)
             x = load_activation(x_ptr, rows, 2 * k + odd if SPEC.packed else k, shape.m, shape.k, SPEC.shift)
             acc = tl.dot(x, w, acc, out_dtype=tl.int32)
             if SUMS:
@@ -159,7 +170,7 @@ def dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS: tl.constexpr, SPE
 
 
 @triton.jit
-def matmul(x_ptr, w_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, shape, SPEC: tl.constexpr):
+def matmul(x_ptr, w_ptr, factor_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, shape, SPEC: tl.constexpr):
     """A K longer than int32 sums are exact for is cut into chunks of the stored weight, added in int64."""
     BM: tl.constexpr = SPEC.tile.m
     BN: tl.constexpr = SPEC.tile.n
@@ -174,13 +185,13 @@ def matmul(x_ptr, w_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, shape, SPEC: t
     SUMS: tl.constexpr = SPEC.centred and sum_ptr is None
     stored = (shape.k + 1) // 2 if SPEC.packed else shape.k
     if SPEC.chunk == 0:
-        acc, sums = dot(x_ptr, w_ptr, rows, columns, 0, stored, shape, SUMS, SPEC)
+        acc, sums = dot(x_ptr, w_ptr, factor_ptr, rows, columns, 0, stored, shape, SUMS, SPEC)
     else:
         acc = tl.zeros((BM, BN), tl.int64)
         sums = tl.zeros((BN,), tl.int64)
         for first in range(0, loop_bound(stored), SPEC.chunk):
             last = tl.minimum(first + SPEC.chunk, stored)
-            part, part_sums = dot(x_ptr, w_ptr, rows, columns, first, last, shape, SUMS, SPEC)
+            part, part_sums = dot(x_ptr, w_ptr, factor_ptr, rows, columns, first, last, shape, SUMS, SPEC)
             acc += part
             sums += part_sums
     if SPEC.centred:
@@ -188,20 +199,6 @@ def matmul(x_ptr, w_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, shape, SPEC: t
             sums = tl.load(sum_ptr + columns, mask=columns < shape.n, other=0)
         acc = centred(acc, rows, shape.m, zero_point_ptr, sums, SPEC)
     finish(acc, rows, columns, shape.m, shape.n, out_ptr, terms, SPEC.epilogue)
-
-
-@triton.jit
-def sum_parts(partial_ptr, out_ptr, terms, M, N, EPILOGUE: tl.constexpr, SPLIT: tl.constexpr, BN: tl.constexpr):
-    """The second stage of split-K: partial[SPLIT, M, N] added and finished, one row and BN columns in a program."""
-    tiles_n = tl.cdiv(N, BN)
-    pid = tl.program_id(0)
-    rows = pid // tiles_n + tl.arange(0, 1)
-    columns = pid % tiles_n * BN + tl.arange(0, BN)
-    acc = tl.zeros((1, BN), tl.int32)
-    for part in tl.static_range(SPLIT):
-        place = (part * M + rows).to(tl.int64)[:, None] * N + columns[None, :]
-        acc += tl.load(partial_ptr + place, mask=(columns < N)[None, :], other=0)
-    finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE)
 
 
 @triton.jit

@@ -33,6 +33,8 @@ class GemmSources(NamedTuple):
     weight_sum: Source
     residual: Source
     output: Source
+    #: Integers that the groups' weights are multiplied by.
+    weight_factor: Source = None
 
     @property
     def terms(self) -> Terms:
@@ -43,9 +45,9 @@ def gemm_sources(p: Problem, layout: WorkspaceLayout) -> GemmSources:
     """The operands of either op in the GEMM's order; quantized activations are in the workspace unless they are asked
     for."""
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
-        return GemmSources(0, 1, 2, 3, 4, 5, 6, 7, 9)
+        return GemmSources(0, 1, 2, 3, 4, 5, 6, 7, 9, 8 if p.weight_group else None)
     q, scale = Either(7, layout["q"]), Either(8, layout["scale"])
-    return GemmSources(q, scale, layout.get("zero_point"), 1, 2, 3, 4, 5, 9)
+    return GemmSources(q, scale, layout.get("zero_point"), 1, 2, 3, 4, 5, 9, 6 if p.weight_group else None)
 
 
 def activation_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
@@ -114,13 +116,14 @@ def portable_gemm(p: Problem, device: torch.device, f: GemmSources) -> Launch:
     shift = 128 if p.quantized is ElementKind.U8 else 0
     centred = bool(shift) or p.mode is DynamicRangeMode.ASYMMETRIC
     chunk = _chunk(p.accumulator_limit, p, tile.k)
-    spec = Matmul(epilogue(p), tile, centred, shift, p.weight.is_packed, p.quantized.q_min, p.quantized.q_max, chunk)
+    stored, group = p.weight.is_packed, p.weight_group
+    spec = Matmul(epilogue(p), tile, centred, shift, stored, group, p.quantized.q_min, p.quantized.q_max, chunk)
     programs = -(-m // tile.m) * -(-n // tile.n)
 
     def bound(zero_point: Source, spec: Matmul) -> Launch:
         build = Build(tile.warps, tile.stages)
         step = Step(kernels.matmul, programs, {"shape": Shape(m, n, k)}, {"SPEC": spec}, device, build)
-        return step.bound(f.x, f.weight, f.output, f.terms, zero_point, f.weight_sum)
+        return step.bound(f.x, f.weight, f.weight_factor, f.output, f.terms, zero_point, f.weight_sum)
 
     # A zero point that comes with a symmetric problem (a tensor: its value is not known here) still counts.
     limit = replace(p, mode=DynamicRangeMode.ASYMMETRIC).accumulator_limit

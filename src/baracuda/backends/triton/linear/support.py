@@ -7,7 +7,7 @@ import torch
 from ....core.errors import Unsupported
 from ....core.optable import epilogue_formula
 from ....core.problem import Problem, activation_problem
-from ....core.types import Arithmetic, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+from ....core.types import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
 from ...registry import choose
 from .. import devices
 from ..tune import processors_of
@@ -20,8 +20,6 @@ def declines(p: Problem, device: torch.device) -> str | None:
     """Why the portable kernel does not take a problem."""
     if (reason := devices.declines(p, device)) is not None:
         return reason
-    if p.weight_group:
-        return "takes no integer group factors"
     if p.op is QuantizeKind.QUANTIZED_LINEAR:
         try:
             choose(activation_problem(p), device, PlanPreference(prefer_backend=BackendKind.TRITON))
@@ -39,25 +37,40 @@ def hopper_declines(p: Problem, device: torch.device) -> str | None:
         return "uses instructions of sm_90 alone"
     if p.element is ElementKind.F64:
         return "multiplies scales in f32; f64 goes through the portable kernel"
-    if p.quantized is not ElementKind.S8 or p.weight is not ElementKind.S8:
-        return f"takes s8 activations and weights, got {p.quantized.value} and {p.weight.value}"
-    if k > p.accumulator_limit:
-        return f"sums in int32, exact up to K = {p.accumulator_limit}; K = {k} goes through the portable kernel"
-    if not (m and n and k) or k % 16 or n * p.element.dtype.itemsize % 16:
-        return f"the copy engine needs rows of a multiple of 16 bytes, got K = {k} and N = {n} of {p.element.value}"
+    if p.quantized is not ElementKind.S8:
+        return f"takes s8 activations, got {p.quantized.value}"
+    limit = min(p.accumulator_limit, (2**31 - 1) // (max(-p.q_min, p.q_max) * 128))
+    if k > limit:
+        return f"sums in int32, exact up to K = {limit}; K = {k} goes through the portable kernel"
+    stored, rows = (k // 2, "K / 2") if p.weight.is_packed else (k, "K")
+    if not (m and n and k) or stored % 16 or n * p.element.dtype.itemsize % 16:
+        found = f"{rows} = {stored} and N = {n} of {p.element.value}"
+        return f"the copy engine needs rows of a multiple of 16 bytes, got {found}"
+    return _packed_declines(p) if p.weight.is_packed else None
+
+
+def _packed_declines(p: Problem) -> str | None:
+    _, n, k = p.shape
+    if p.mode is DynamicRangeMode.ASYMMETRIC:
+        return "multiplies a packed weight with symmetric activations; these go through the portable kernel"
+    if k % 32:
+        return f"the copy engine needs rows of a multiple of 16 bytes, got K / 2 = {k / 2:g}"
+    if p.weight_group % 32:
+        return f"decodes 32 weights at a time: groups of {p.weight_group} go through the portable kernel"
+    if n * k // 32 >= 2**31:
+        return f"has 32-bit offsets of factors, got N = {n} and K = {k}"
     return None
 
 
-def fuses(p: Problem) -> bool:
-    """Whether every program of the sm_90 kernel for few tokens quantizes the activations for itself."""
-    return (
-        p.op is QuantizeKind.QUANTIZED_LINEAR
-        and p.shape[0] <= tune.FUSED_TOKENS
-        and p.element.bits == 16
-        and p.mode is DynamicRangeMode.SYMMETRIC
-        and p.arithmetic is Arithmetic.DIVIDE
-        and p.scale_element is ElementKind.F32
-    )
+def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
+    """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
+    m, n, k = p.shape
+    packed = p.weight.is_packed
+    most = tune.FEW_TOKENS_PACKED if packed else tune.FEW_TOKENS
+    if m > most or p.mode is DynamicRangeMode.ASYMMETRIC:
+        return None
+    tile = tune.few(m, n, k, packed, p.weight_group, processors_of(device))
+    return tile if tune.few_takes_groups(tile, p.weight_group) else None
 
 
 def describe_matmul(p: Problem, device: torch.device) -> str:
@@ -66,10 +79,11 @@ def describe_matmul(p: Problem, device: torch.device) -> str:
 
 def describe_hopper(p: Problem, device: torch.device) -> str:
     m, n, k = p.shape
-    if fuses(p):
-        schedule = f"{tune.fused(n, k, processors_of(device))}, quantizes on the way"
-    elif m <= tune.SKINNY_TOKENS and p.mode is DynamicRangeMode.SYMMETRIC:
-        schedule = str(tune.skinny(m, n, k, processors_of(device)))
+    few = few_tile(p, device)
+    if few is not None:
+        schedule = str(few)
+    elif p.weight.is_packed:
+        schedule = str(tune.packed(m, n, p.element.dtype.itemsize))
     else:
         cut = p.mode is DynamicRangeMode.SYMMETRIC
         schedule = str(tune.pingpong(m, n, k, p.element.dtype.itemsize, processors_of(device), cut))

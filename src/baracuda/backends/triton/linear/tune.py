@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-#: The most tokens the weight-streaming kernel takes.
-SKINNY_TOKENS = 64
-#: The most tokens every program quantizes for itself. Each repeats the work of all others: hidden, but not for more.
-FUSED_TOKENS = 2
-#: Bytes of shared memory a program may have on sm_90.
-SHARED_MEMORY = 227 * 1024
+from ..tune import power_of_two
+
+#: The most tokens the kernel for few takes.
+FEW_TOKENS = 64
+#: The same of a packed weight, which it decodes in registers.
+FEW_TOKENS_PACKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,6 @@ class Pingpong:
         return min(processors, whole + (self.tiles(m, n) - whole) * self.tail)
 
 
-#: What adding up parts of K costs the weight-streaming kernel, in steps, besides the traffic of the parts.
-SUMS_STEPS = 16
 #: What cutting tiles costs, in steps of a tile.
 CUT_STEPS = 16
 PINGPONG = Pingpong(128, 128, 128, 6, 4, 4, 8)
@@ -80,61 +78,106 @@ def _tail(rest: int, steps: int, processors: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Skinny:
-    """`rows` of the weight by `tokens`, K in steps of `k` and split into `split` parts that are summed afterwards
-    (split-K). Kernels read it as a constant."""
+class Few:
+    """`rows` of the folded weight by `tokens` of the folded activations, rows in steps of `k` bytes, in a ring of
+    `stages` copies; `programs` share a multiprocessor. Kernels read it as a constant."""
 
     tokens: int
     rows: int
     k: int
     stages: int
-    split: int
-    #: Programs that share a multiprocessor.
-    programs: int = 1
-    #: As many times the tokens: programs that share a part of the weight, each with other tokens.
-    tiles: int = 1
+    programs: int
+    #: A row of the weight, and of the activations, is read as so many rows.
+    fold: int
+    #: Multiplies from shared memory, by a warpgroup; else from registers.
+    wgmma: bool = False
+    #: Steps that are fetched into L2 while the previous kernel still runs.
+    ahead: int = 8
 
     def __str__(self) -> str:
-        tokens = f"{self.tiles} x {self.tokens}" if self.tiles > 1 else str(self.tokens)
-        return f"{self.rows} rows x {tokens} tokens x {self.k}, {self.stages} stages, K in {self.split}"
+        folds = f", K in {self.fold}" if self.fold > 1 else ""
+        return f"{self.rows} rows x {self.tokens} tokens x {self.k} bytes, {self.stages} stages{folds}"
+
+    def grid(self, n: int, processors: int) -> int:
+        """Programs that all have the same number of units, but for the last."""
+        units = -(-n * self.fold // self.rows)
+        rounds = -(-units // (self.programs * processors))
+        return -(-units // rounds)
 
 
-def skinny(m: int, n: int, k: int, processors: int) -> Skinny:
-    """One round of all multiprocessors, if it can be had: by fewer rows, or by tokens in two tiles."""
-    tokens = 8 if m <= 8 else 16 if m <= 16 else 32 if m <= 32 else 64
-    rows, step, programs, tiles = 64, 256, 1, 1
-    parts = -(-n // rows)
-    if tokens <= 16 and 2 * parts <= 3 * processors:
-        programs = 2
-    elif tokens == 64 and 2 * parts <= processors:
-        tokens, tiles = 32, 2
-    elif tokens <= 16 or parts > processors:
-        rows, parts = 128, -(-n // 128)
-    stages = min(8 if rows == 64 else 6, (SHARED_MEMORY - 4096) // programs // ((rows + tokens) * step))
-    steps = -(-k // step)
-
-    def cost(split: int) -> float:
-        return _cost(parts * tiles, steps, split, programs * processors, SUMS_STEPS + split * m * n / processors / 4096)
-
-    return Skinny(tokens, rows, step, stages, min(_splits(steps), key=cost), programs, tiles)
+def few(m: int, n: int, k: int, packed: bool, group: int, processors: int) -> Few:
+    """A tile of tokens that is not full costs what a full one does: rows of the weight are folded until it is."""
+    tile = _few_packed(m, n, processors) if packed else _few(m, n, k, processors)
+    fold, alignment = tile.fold, 32 if packed else 16
+    while fold > 1 and (k % (fold * alignment) or (group and k // fold % group)):
+        fold //= 2
+    return replace(tile, fold=fold)
 
 
-def fused(n: int, k: int, processors: int) -> Skinny:
-    """Two programs to a multiprocessor: one reads its weights while the other quantizes. Up to 8 tokens."""
-    rows, programs, tokens, step, stages = 64, 2, 8, 512, 3
-    tiles, steps = -(-n // rows), -(-k // step)
-    split = min(_splits(steps), key=lambda split: _cost(tiles, steps, split, programs * processors, 6))
-    return Skinny(tokens, rows, step, stages, split, programs)
+def _few(m: int, n: int, k: int, processors: int) -> Few:
+    if m <= 4:
+        fold = (8 if n * k > 2**25 else 4) if m == 1 else 8 // power_of_two(m)
+        return Few(8, 64, 256, 3, 4, fold)
+    if m <= 16:
+        return Few(32, 64, 256, 4, 2, 4 if m <= 8 else 2, wgmma=True)
+    if m <= 32:
+        return Few(64, 64, 256, 3, 2, 2, wgmma=True)
+    if n <= 64 * processors:
+        return Few(128, 64, 256, 4, 1, 2, wgmma=True)
+    return Few(64, 64, 128, 6, 2, 1, wgmma=True)
 
 
-def _splits(steps: int) -> list[int]:
-    return [split for split in (1, 2, 4, 8) if split == 1 or steps // split >= 4]
+def _few_packed(m: int, n: int, processors: int) -> Few:
+    if m == 1:
+        return Few(8, 128, 128, 3, 4, 8)
+    if m <= 4:
+        return Few(8, 128, 256, 3, 2, 8 // power_of_two(m))
+    if m <= 8:
+        return Few(16, 128, 128, 3, 3, 2)
+    if 3 * n <= 128 * processors:
+        return Few(32, 64, 256, 3, 2, 2)
+    return Few(16, 64, 256, 3, 2, 1) if n <= 128 * processors else Few(16, 128, 128, 3, 3, 1)
 
 
-def _cost(tiles: int, steps: int, split: int, slots: int, sums: float) -> float:
-    """In steps of the busiest program; adding parts up costs `sums`."""
-    rounds = -(-(tiles * split) // slots)
-    return rounds * -(-steps // split) + (sums if split > 1 else 0)
+def few_takes_groups(tile: Few, group: int) -> bool:
+    """Whether a step of the kernel has whole groups, as many as a power of two, or is part of one."""
+    span = 2 * tile.k
+    return not group or group % span == 0 or (span % group == 0 and power_of_two(span // group) == span // group)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A tile of `m` tokens by `n` rows of a packed weight, rows in steps of `k` bytes; the ring of what is multiplied
+    and the ring of packed bytes. Kernels read it as a constant."""
+
+    m: int
+    n: int
+    k: int
+    stages: int
+    packed_stages: int
+    #: Tokens that leave through shared memory at a time.
+    piece: int
+    #: Warps that decode.
+    decoders: int = 4
+    #: Columns of tiles, or rows where they are few, that are walked together.
+    group: int = 8
+    across: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.m}x{self.n}x{2 * self.k} behind {self.decoders} decoding warps, {self.stages} stages"
+
+    def tiles(self, m: int, n: int) -> int:
+        return -(-m // self.m) * -(-n // self.n)
+
+
+def packed(m: int, n: int, out_bytes: int) -> Packed:
+    """The schedule of a packed weight and many tokens."""
+    if m <= 64:
+        return Packed(64, 128, 64, 6, 4, 32)
+    if m <= 128:
+        return Packed(128, 128, 64, 5, 3, 32)
+    # Of an output of 32 bits, half as many tokens fit into the memory on its way out.
+    return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16, decoders=8 if m >= 1024 else 4)
 
 
 @dataclass(frozen=True, slots=True)

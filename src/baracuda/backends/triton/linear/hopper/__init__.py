@@ -1,1 +1,4 @@
-"""The W8A8 GEMMs for sm_90 in Gluon: `gemm` for many tokens, `skinny` for few, and the epilogue they share."""
+"""The linears' GEMMs for sm_90 in Gluon.
+
+For many tokens `gemm` and, with packed weights, `packed`; for few tokens `few`; and the epilogue they share.
+"""

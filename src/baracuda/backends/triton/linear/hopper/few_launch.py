@@ -1,0 +1,82 @@
+"""The sm_90 GEMM for few tokens from operands to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ..... import _host
+from .....core.problem import Problem
+from ....registry import Launch, Value
+from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
+from ...tune import processors_of
+from .. import tune
+from ..kernels import Shape
+from ..launch import GemmSources
+from .binding import (
+    FACTOR,
+    OUTPUT,
+    VECTORS,
+    WEIGHT,
+    X,
+    compiled,
+    descriptor_form,
+    matrix,
+    source_of,
+    term_forms,
+    term_parameters,
+)
+from .epilogue import HopperTerms, TermKinds
+from .few import Form, gemm_few
+
+#: Factors that are read together, as one integer.
+_FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
+
+
+def few_source(
+    tile: tune.Few, form: Form, out: torch.dtype, forms: HopperTerms, kinds: TermKinds, n: int
+) -> GluonASTSource:
+    signature = {
+        "x_desc": descriptor_form(torch.int16 if form.packed else torch.int8, [tile.tokens, tile.k]),
+        "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
+        "w_ptr": "*i8",
+        "factor_ptr": _FACTORS[form.factors],
+        "out_ptr": POINTERS[out],
+        "terms": forms,
+        "shape": Shape("i32", "i32", "i32"),
+    }
+    divisible: dict[Any, int] = dict.fromkeys(("w_ptr", "out_ptr", ("shape", "k")), ALIGNMENT)
+    divisible |= {("shape", "n"): min(ALIGNMENT, n & -n)}
+    return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, divisible)
+
+
+def few_tokens(
+    p: Problem, device: torch.device, f: GemmSources, otherwise: Launch, tile: tune.Few, early: str
+) -> Launch:
+    """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
+    m, n, k = p.shape
+    packed, group, fold = p.weight.is_packed, p.weight_group, tile.fold
+    pairs = 2 if packed else 1
+
+    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
+        if not aligned:
+            return None
+        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
+        forms, kinds = term_forms(scale, zero_point, weight_scale, bias, 1, residual, p.nonlinearity)
+        pdl = captures_pdl()
+        together = 2 * tile.k // group if group else 1
+        together = together if together in _FACTORS and k // fold // max(group, 1) % together == 0 else 1
+        form = Form(packed, group, early if pdl else "no", together)
+        made = compiled(few_source(tile, form, p.element.dtype, forms, kinds, n), 4, pdl)
+        kernel, (x, weight) = loaded(made, tile.grid(n, processors_of(device))), made.metadata.tensordesc_meta
+        matrix(kernel, X, x, m * fold, k // fold // pairs)
+        matrix(kernel, WEIGHT, weight, n * fold, k // fold // pairs)
+        kernel.address(WEIGHT)
+        kernel.address(FACTOR)
+        kernel.address(OUTPUT)
+        term_parameters(kernel)
+        return finish_parameters(kernel, m, n, k)
+
+    return launching(device, f, prepare, (*VECTORS, FACTOR), None, otherwise)

@@ -1,0 +1,276 @@
+"""The GEMM with a packed weight for many tokens: decoding warps between TMA and the tensor cores.
+
+TMA brings packed bytes to one ring. Four warps decode them to s8, in the order of K, into the stages of another, whose
+activations TMA brings directly. Two warpgroups multiply, each with its half of the tile's rows of the weight. A tile is
+out.T: the weight is the left operand. The constant TILE is the `tune.Packed` of a problem.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from ..kernels import tile_at
+from .decode import MAX_FACTOR, decode, decode_grouped, factor_offset
+from .epilogue import completed, read_scales, scaled
+from .few import let_next_kernel_start, wait_for_previous_kernel
+
+
+class PackedWork(NamedTuple):
+    """The sizes of the problem, its tiles and their steps along K."""
+
+    M: Any
+    N: Any
+    K: Any
+    tiles_m: Any
+    tiles_n: Any
+    steps: Any
+
+
+class Rings(NamedTuple):
+    """Buffers and barriers: of packed weights, and of what is multiplied."""
+
+    packed: Any
+    packed_full: Any
+    packed_empty: Any
+    w: Any
+    x: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def step_on(stage, phase, STAGES: gl.constexpr):
+    """The next stage of a ring, and its phase."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        phase ^= 1
+    return stage, phase
+
+
+@gluon.jit
+def feed(x_desc, p_desc, rings, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    """Keep both rings full, tile after tile."""
+    BM: gl.constexpr = x_desc.block_type.shape[0]
+    BN: gl.constexpr = p_desc.block_type.shape[0]
+    BK: gl.constexpr = p_desc.block_type.shape[1]
+    STAGES: gl.constexpr = rings.x.shape[0]
+    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    stage = 0
+    phase = 1
+    p_stage = 0
+    p_phase = 1
+    if FORM.early == "prefetch":
+        wait_for_previous_kernel()
+    waiting = FORM.early == "copy"
+    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
+        m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        for k in range(work.steps):
+            mbarrier.wait(rings.packed_empty.index(p_stage), p_phase)
+            ready = rings.packed_full.index(p_stage)
+            mbarrier.expect(ready, p_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(p_desc, [n * BN, k * BK], ready, rings.packed.index(p_stage))
+            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
+            if waiting:
+                wait_for_previous_kernel()
+                waiting = False
+            mbarrier.wait(rings.empty.index(stage), phase)
+            ready = rings.full.index(stage)
+            mbarrier.expect(ready, x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [m * BM, k * 2 * BK], ready, rings.x.index(stage))
+            stage, phase = step_on(stage, phase, STAGES)
+
+
+@gluon.jit
+def spread(factors, BYTES: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
+    """[rows, 16-byte parts] -> [rows, BYTES]."""
+    wide, _ = gl.broadcast(gl.expand_dims(factors, 2), gl.zeros([1, 1, 16], factors.dtype, PARTS))
+    return gl.convert_layout(gl.reshape(wide, [factors.shape[0], BYTES]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def decode_tiles(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    """Turn packed stages into stages of s8, a thread 16 bytes of a row at a time."""
+    BN: gl.constexpr = rings.packed.shape[1]
+    BK: gl.constexpr = rings.packed.shape[2]
+    STAGES: gl.constexpr = rings.x.shape[0]
+    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    GROUP: gl.constexpr = FORM.group
+    SPAN: gl.constexpr = 2 * BK
+    # Weights whose factors lie in one element of `factor_ptr`.
+    COVERS: gl.constexpr = GROUP * factor_ptr.dtype.element_ty.primitive_bitwidth // 8
+    WARPS: gl.constexpr = gl.num_warps()
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (BK // 16), BK // 16], [WARPS, 1], [1, 0])
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [32 // (BK // 16), BK // 16, 1], [WARPS, 1, 1], [2, 1, 0])
+    FACTORS: gl.constexpr = gl.SliceLayout(2, PARTS)
+    stage = 0
+    phase = 1
+    p_stage = 0
+    p_phase = 0
+    if GROUP > 0 and FORM.early == "prefetch":
+        wait_for_previous_kernel()
+    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
+        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        if GROUP > 0:
+            row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, FACTORS)), work.N - 1)
+            part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, FACTORS)) * 32, 0)
+            base = factor_ptr + gl.expand_dims(row, 1) * (work.K // COVERS) + part * 0
+            last = work.K // COVERS - 1
+            word = gl.load(base + gl.minimum(part // COVERS, last)).to(gl.int32)
+            upcoming = word
+        for k in range(work.steps):
+            if GROUP > 0:
+                # Loaded before the step that needs them: they come from L2.
+                if (k + 1) * SPAN % COVERS < SPAN:
+                    upcoming = gl.load(base + gl.minimum(((k + 1) * SPAN + part) // COVERS, last)).to(gl.int32)
+                factor = word & MAX_FACTOR
+                if COVERS > GROUP:
+                    factor = (word >> ((k * SPAN + part) // GROUP % 4 * 8)) & MAX_FACTOR
+                word = upcoming
+            mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
+            packed = rings.packed.index(p_stage).load(BYTES)
+            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
+            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
+            if GROUP > 0:
+                offset = spread(factor_offset(factor), BK, BYTES, PARTS)
+                even, odd = decode_grouped(packed, spread(factor, BK, BYTES, PARTS), offset)
+            else:
+                even, odd = decode(packed)
+            weight = gl.reshape(gl.join(even, odd), (BN, 2 * BK))
+            mbarrier.wait(rings.empty.index(stage), phase)
+            rings.w.index(stage).store(weight)
+            fence_async_shared()
+            mbarrier.arrive(rings.full.index(stage), count=1)
+            stage, phase = step_on(stage, phase, STAGES)
+
+
+@gluon.jit
+def pieces_of(y, WIDTH: gl.constexpr):
+    """A tuple of pieces of so many tokens."""
+    if y.shape[1] == WIDTH:
+        pieces = (y,)
+    else:
+        halves = gl.permute(gl.reshape(y, [y.shape[0], 2, y.shape[1] // 2]), [0, 2, 1])
+        left, right = gl.split(halves)
+        pieces = pieces_of(left, WIDTH) + pieces_of(right, WIDTH)
+    return pieces
+
+
+@gluon.jit
+def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, GROUP: gl.constexpr, KINDS: gl.constexpr):
+    """Scale the i-th piece of a tile and store it through shared memory, once the copy that last left that buffer is
+    done."""
+    BUFFERS: gl.constexpr = c_bufs.shape[0]
+    LAYOUT: gl.constexpr = acc.type.layout
+    row += i * acc.shape[1]
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    if GROUP == 0:
+        acc = acc >> 4  # exact: `decode` gives 16 times each weight
+    scales = read_scales(rows, columns, work.M, work.N, terms, None, KINDS)
+    y = scaled(acc, rows, columns, work.M, work.N, scales, terms, KINDS)
+    out = completed(y, rows, columns, work.M, work.N, terms, KINDS, c_desc.dtype)
+    tma.store_wait(pendings=BUFFERS - 1)
+    buffer = c_bufs.index(i % BUFFERS)
+    buffer.permute((1, 0)).store(out)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(c_desc, [row, column], buffer)
+
+
+@gluon.jit
+def consume(
+    rings, c_desc, c_bufs, terms, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr,
+    KINDS: gl.constexpr,
+):  # fmt: skip
+    """Multiply, scale and store this warpgroup's half of each tile's rows of the weight."""
+    STAGES: gl.constexpr = rings.x.shape[0]
+    BM: gl.constexpr = rings.x.shape[1]
+    HALF: gl.constexpr = rings.w.shape[1] // 2
+    PIECE: gl.constexpr = c_desc.block_type.shape[0]
+    GROUP: gl.constexpr = FORM.group
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BM, 128), 32]
+    )
+    stage = 0
+    phase = 0
+    if FORM.early != "no":
+        wait_for_previous_kernel()
+    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
+        m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        acc = warpgroup_mma_init(gl.zeros((HALF, BM), gl.int32, LAYOUT))
+        previous = 0
+        for k in range(work.steps):
+            mbarrier.wait(rings.full.index(stage), phase)
+            w = rings.w.index(stage).slice(WHICH * HALF, HALF)
+            acc = warpgroup_mma(w, rings.x.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+            # One product stays in flight: the stage before it is free.
+            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+            mbarrier.arrive(rings.empty.index(previous), count=1, pred=k > 0)
+            previous = stage + 0
+            stage, phase = step_on(stage, phase, STAGES)
+        total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(rings.empty.index((stage + STAGES - 1) % STAGES), count=1)
+        pieces = pieces_of(total, PIECE)
+        column = n * (2 * HALF) + WHICH * HALF
+        for i in gl.static_range(BM // PIECE):
+            store_piece(pieces[i], i, m * BM, column, work, terms, c_desc, c_bufs, GROUP, KINDS)
+    tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def gemm_packed(
+    x_desc, p_desc, c_desc, factor_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr, KINDS: gl.constexpr
+):
+    """out[M, N] = epilogue(x[M, K] @ decoded[N, K].T), the sizes any: TMA fills with zeros and clips."""
+    BM: gl.constexpr = x_desc.block_type.shape[0]
+    BN: gl.constexpr = p_desc.block_type.shape[0]
+    BK: gl.constexpr = p_desc.block_type.shape[1]
+    PIECE: gl.constexpr = c_desc.block_type.shape[0]
+    STAGES: gl.constexpr = TILE.stages
+    PACKED_STAGES: gl.constexpr = TILE.packed_stages
+    BUFFERS: gl.constexpr = 1 if PIECE == BM else 2
+    if FORM.early != "no":
+        let_next_kernel_start()
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 2 * BK], gl.int8)
+    packed = gl.allocate_shared_memory(gl.int8, [PACKED_STAGES, BN, BK], p_desc.layout)
+    w = gl.allocate_shared_memory(gl.int8, [STAGES, BN, 2 * BK], W)
+    x = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 2 * BK], x_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // 2], c_desc.layout)
+    d_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // 2], c_desc.layout)
+    packed_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
+    packed_empty = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PACKED_STAGES):
+        mbarrier.init(packed_full.index(i), count=1)
+        mbarrier.init(packed_empty.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)  # the activations and the decoded weight
+        mbarrier.init(empty.index(i), count=2)  # both consumers
+    fence_async_shared()
+    work = PackedWork(
+        M=shape.m, N=shape.n, K=shape.k, tiles_m=gl.cdiv(shape.m, BM), tiles_n=gl.cdiv(shape.n, BN),
+        steps=gl.cdiv(shape.k, 2 * BK),
+    )  # fmt: skip
+    rings = Rings(packed=packed, packed_full=packed_full, packed_empty=packed_empty, w=w, x=x, full=full, empty=empty)
+    gl.warp_specialize(
+        [
+            (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+            (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
+            (decode_tiles, (rings, factor_ptr, work, TILE, FORM)),
+            (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
+        ],
+        [4, TILE.decoders, 1],
+        [192, 96, 32] if TILE.decoders == 4 else [168, 56, 24],
+    )
