@@ -8,6 +8,7 @@ and the result is the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -53,6 +54,13 @@ class Moments:
         self.grid = other.grid
         self._sums = other._sums.clone() if self._sums is None else self._sums.add_(other._sums)
         self.count += other.count
+
+    def reduce(self, total: Callable[[Tensor], Tensor]) -> None:
+        """Add the sums of all processes; `total` adds up a tensor of integers over them."""
+        if self._sums is None:
+            self._sums = torch.zeros(self.columns, self.columns, dtype=torch.int64)
+        self._sums = total(self._sums)
+        self.count = int(total(torch.tensor(self.count)))
 
     def mean(self) -> Tensor:
         """The mean of x[i] * x[j], in f64."""

@@ -42,6 +42,12 @@ class Team:
         dist.all_gather_object(gathered, value, group=self.group)
         return gathered
 
+    def sum(self, integers: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, on every rank, in place; of integers, so that their order does not matter."""
+        if self.size > 1:
+            dist.all_reduce(integers, group=self.group)
+        return integers
+
     def share(self, sizes: dict[str, int]) -> list[str]:
         """The names that are this rank's, the largest dealt first to the rank with the least."""
         load = [0] * self.size

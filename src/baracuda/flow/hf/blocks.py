@@ -1,0 +1,122 @@
+"""The blocks of a transformer: modules that run one after the other, each on the output of the one before it.
+
+A model whose layers are such a chain can be quantized block by block, in one pass over the calibration data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Stop(Exception):
+    """Ends a forward pass whose remaining layers are of no interest."""
+
+
+@dataclass
+class Call:
+    """What a block is called with besides the hidden states, which are its first argument."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Chain:
+    """The blocks of a model, by name, and how to call them."""
+
+    model: nn.Module
+    names: list[str]
+    #: Whether a block returns a tuple that begins with the hidden states, instead of these alone.
+    returns_tuple: bool
+    #: For each length of a sequence, the calls of all blocks: masks and positions depend on the length alone.
+    calls: dict[int, list[Call]] = field(default_factory=dict)
+
+    def block(self, index: int) -> nn.Module:
+        return self.model.get_submodule(self.names[index])
+
+    def begin(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
+        """The hidden states that the first block gets for these tokens."""
+        length, seen = tokens.shape[1], []
+        with self._recording(seen), torch.no_grad():
+            try:
+                self.model(input_ids=tokens, **arguments)
+            except Stop:
+                pass
+        if length not in self.calls:
+            self.calls[length] = [Call(_in_f32(args), _in_f32(kwargs)) for _, args, kwargs in seen]
+        return seen[0][0]
+
+    def run(self, index: int, hidden: Tensor) -> Tensor:
+        """The output of a block."""
+        call = self.calls[hidden.shape[1]][index]
+        with torch.no_grad():
+            result = self.block(index)(hidden, *call.args, **call.kwargs)
+        first: Tensor = result[0] if self.returns_tuple else result
+        return first
+
+    @contextmanager
+    def _recording(self, seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
+        """Blocks return their input; what they are called with does not depend on what they would compute."""
+        blocks = [self.block(i) for i in range(len(self.names))]
+
+        def stand_in(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            seen.append((hidden, args, kwargs))
+            if len(seen) == len(blocks):
+                raise Stop
+            return (hidden,) if self.returns_tuple else hidden
+
+        try:
+            for block in blocks:
+                block.forward = stand_in  # an attribute of the instance, which hides the method of the class
+            yield
+        finally:
+            for block in blocks:
+                del block.forward
+
+
+def find_chain(model: nn.Module, wanted: Collection[str], tokens: Tensor, arguments: dict[str, Any]) -> Chain | str:
+    """The chain of blocks that holds the `wanted` linears, or why there is none; `tokens` are run to see it work."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    held = {name: sum(linear.startswith(f"{name}.") for linear in wanted) for name, _ in lists}
+    if not lists or max(held.values()) == 0:
+        return "it has no list of blocks with layers to quantize"
+    best = max(lists, key=lambda item: (held[item[0]], -len(item[0])))
+    names = [f"{best[0]}.{i}" for i in range(len(best[1]))]
+    seen: list[tuple[str, Any, Any]] = []
+
+    def watch(name: str) -> Any:
+        return lambda module, args, kwargs, output: seen.append((name, args, output))
+
+    handles = [model.get_submodule(n).register_forward_hook(watch(n), with_kwargs=True) for n in names]
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, **arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    if [name for name, _, _ in seen] != names:
+        return f"the blocks of {best[0]} do not run once each and in order"
+    tuples = {isinstance(output, tuple) for _, _, output in seen}
+    outputs = [output[0] if isinstance(output, tuple) and output else output for _, _, output in seen]
+    if len(tuples) != 1 or not all(isinstance(o, Tensor) for o in outputs) or not all(args for _, args, _ in seen):
+        return f"the blocks of {best[0]} do not turn hidden states into hidden states"
+    if any(args[0] is not output for (_, args, _), output in zip(seen[1:], outputs, strict=False)):
+        return f"the blocks of {best[0]} do not each read the output of the one before"
+    return Chain(model, names, tuples.pop())
+
+
+def _in_f32(value: Any) -> Any:
+    """Masks and positions for a block that computes in f32."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _in_f32(item) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(_in_f32(item) for item in value)
+    return value
