@@ -23,8 +23,15 @@ class WeightFormat:
     """s8 or s4."""
     group_size: int | None = None
     """Columns that share a scale; None for all columns of an output channel."""
-    scales: str = "absmax"
-    """The rule that chooses the scales, by its name in `scales.RULES`."""
+    scales: str = field(default="absmax", compare=False)
+    """The rule that chooses the scales, by its name in `scales.RULES`; not a part of what is stored."""
+    factors: bool = field(default=False, compare=False)
+    """Whether the scale of a group is that of its channel times an integer from 1 to 15, as integer linears need it."""
+
+    @classmethod
+    def searched(cls, element: ElementKind, group_size: int | None = None, factors: bool = False) -> WeightFormat:
+        """With the rule that suits the element: 4-bit scales are searched, for 8 bits that gains nothing."""
+        return cls(element, group_size, "search" if element.is_packed else "absmax", factors)
 
     @property
     def scope(self) -> Scope:
@@ -36,8 +43,9 @@ class WeightFormat:
 
     @property
     def range(self) -> tuple[int, int]:
-        """The integers that weights are clamped to: symmetric around zero."""
-        return dynamic_range(self.element, DynamicRangeMode.SYMMETRIC)
+        """The integers that weights are clamped to: symmetric around zero for absmax, else all there are."""
+        low, high = dynamic_range(self.element, DynamicRangeMode.SYMMETRIC)
+        return (low, high) if self.scales == "absmax" else (low - 1, high)
 
     def scale_dtype(self, weight: torch.dtype) -> torch.dtype:
         """The type of the scales of a weight of this type.
@@ -124,6 +132,6 @@ class LinearScheme:
         element, mode = ElementKind.of(self.activation, "activation"), member(DynamicRangeMode, self.mode, "mode")
         kind: ActivationKind = "static" if self.static else "dynamic"
         return Scheme(
-            WeightFormat(ElementKind.of(self.weight, "weight")),
+            WeightFormat.searched(ElementKind.of(self.weight, "weight")),
             ActivationFormat(kind, element, mode, self.q_min, self.q_max),
         )

@@ -40,6 +40,9 @@ class Problem:
         factor = inverse_factor(damped[order][:, order])
         return cls(damped.float(), order, factor.float())
 
+    def to(self, device: torch.device) -> Problem:
+        return Problem(self.hessian.to(device), self.order.to(device), self.factor.to(device))
+
 
 def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, problem: Problem) -> Tensor:
     """Integers `[N, K]`, as floats, for f32 rows `[N, K]` and fixed scales `[N, K / group]`.
@@ -95,12 +98,18 @@ def descend(
             if stored is not None:
                 s[index] = _best_scale(own, codes, slope, s[index], stored)
                 slope -= own @ (codes * s[index] - before)
-            for j in range(group):
-                step = slope[j].div(diagonal[span.start + j]).div_(s[index]).add_(codes[j])
-                step.round_().clamp_(low, high)
-                moved = (step - codes[j]).mul_(s[index])
-                codes[j] = step
-                slope.addr_(own[j], moved, alpha=-1)
+            for start in range(0, group, BLOCK):
+                end = min(start + BLOCK, group)
+                earlier = codes[start:end].clone()
+                for j in range(start, end):
+                    step = slope[j].div(diagonal[span.start + j]).div_(s[index]).add_(codes[j])
+                    step.round_().clamp_(low, high)
+                    moved = (step - codes[j]).mul_(s[index])
+                    codes[j] = step
+                    slope[j + 1 : end].addr_(own[j, j + 1 : end], moved, alpha=-1)
+                if end < group:
+                    moved = (codes[start:end] - earlier).mul_(s[index])
+                    slope[end:].addmm_(own[end:, start:end], moved, alpha=-1)
             gradient.addmm_(hessian[:, span], codes * s[index] - before, alpha=-1)
     return q.t().contiguous(), s.t().contiguous()
 

@@ -26,9 +26,9 @@ SCHEMES: dict[str, Named] = {
     "w8a8": Named(Scheme(), checkpoint=True),
     "w8a8-asymmetric": Named(Scheme(activation=ActivationFormat(mode=DynamicRangeMode.ASYMMETRIC))),
     "w8a8-static": Named(Scheme(activation=ActivationFormat("static")), checkpoint=True),
-    "w4a8": Named(Scheme(WeightFormat(_S4))),
-    "w4a4": Named(Scheme(WeightFormat(_S4), ActivationFormat(q_min=-7, q_max=7))),
-    "w4a16": Named(Scheme(WeightFormat(_S4, group_size=128), ActivationFormat("float")), live=False, checkpoint=True),
+    "w4a8": Named(Scheme(WeightFormat.searched(_S4))),
+    "w4a4": Named(Scheme(WeightFormat.searched(_S4), ActivationFormat(q_min=-7, q_max=7))),
+    "w4a16": Named(Scheme(WeightFormat.searched(_S4, 128), ActivationFormat("float")), live=False, checkpoint=True),
 }
 
 

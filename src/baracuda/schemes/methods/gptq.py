@@ -6,30 +6,26 @@ the scales of their groups as they are (act-order, static). A descent then impro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
 from torch import Tensor
 
 from .. import gptq as solver
 from ..calibration import CalibrationData
 from ..formats import WeightFormat
-from ..method import QuantizedWeight, method
-from ..scales import Chosen, choose
+from ..method import QuantizedWeight, register_method
+from ..scales import choose
 
 #: Sweeps of the descent over all integers and scales of a weight.
 SWEEPS = 2
 
 
-@method("gptq", needs="hessian", nearest=False)
+@register_method("gptq", needs="hessian", nearest=False)
 def gptq(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> QuantizedWeight:
     assert data is not None and data.hessian is not None
-    hessian = data.hessian
-    problem = data.once("gptq", lambda: solver.Problem.of(hessian))
-    rows, chosen = weight.float().cpu(), choose(weight.cpu(), format, data)
-    group, (low, high) = format.group_size or weight.shape[1], format.range
-    scale = chosen.expanded
+    hessian, device = data.hessian, weight.device
+    problem = data.once(f"gptq on {device}", lambda: solver.Problem.of(hessian).to(device))
+    rows, chosen = weight.float(), choose(weight, format, data)
+    group, (low, high), scale = format.group_size or weight.shape[1], format.range, chosen.grouped
     integers = solver.gptq(rows, scale, group, low, high, problem)
     integers, scale = solver.descend(rows, integers, scale, group, low, high, problem, chosen.stored, SWEEPS)
-    error = solver.output_error(rows, integers * scale.repeat_interleave(group, 1), hessian)
-    return chosen.pack(integers, scale, format, {"output_error": float(error.sum())}).to(weight.device)
+    error = solver.output_error(rows, integers * scale.repeat_interleave(group, 1), problem.hessian)
+    return chosen.pack(integers, scale, format, {"output_error": float(error.sum())})

@@ -9,7 +9,7 @@ from ...functional import dynamic_quantize, quantize
 from ..calibration import CalibrationData
 from ..formats import WeightFormat
 from ..method import QuantizedWeight, register_method
-from ..scales import choose_scale
+from ..scales import choose, choose_scale
 
 
 def round_with(weight: Tensor, scale: Tensor, format: WeightFormat) -> QuantizedWeight:
@@ -21,6 +21,10 @@ def round_with(weight: Tensor, scale: Tensor, format: WeightFormat) -> Quantized
 
 @register_method("rtn")
 def rtn(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> QuantizedWeight:
+    if format.factors and format.group_size is not None:
+        chosen = choose(weight, format, data)
+        wide = chosen.grouped.repeat_interleave(format.group_size, 1)
+        return chosen.pack(chosen.rounding.integers(weight.float(), wide), chosen.grouped, format)
     if format.scales != "absmax" or weight.dtype is torch.float64:  # whose scales would be f64
         return round_with(weight, choose_scale(weight, format, data), format)
     scale_dtype = format.scale_dtype(weight.dtype)
