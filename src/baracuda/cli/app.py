@@ -109,6 +109,10 @@ def quantize(
     method: Annotated[
         str, typer.Option(help=f"How weights become integers: {one_of(method_names())}; rtn rounds to nearest.")
     ] = "rtn",
+    one_shot: Annotated[
+        bool,
+        typer.Option("--one-shot", help="Calibrate on the float model, not on the quantized layers before each one."),
+    ] = False,
     ignore: Annotated[
         list[str] | None,
         typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
@@ -135,6 +139,7 @@ def quantize(
                 evaluation=evaluate,
                 smooth=smooth or None,
                 method=method,
+                one_shot=one_shot,
                 alpha=_alpha(alpha) if _given(context, "alpha") else None,
                 ignore=ignore or (),
                 group_size=group_size if _given(context, "group_size") else None,

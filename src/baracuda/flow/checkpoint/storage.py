@@ -119,6 +119,7 @@ class Storage:
 
         That is half a step, plus what rounding the scale to its stored type moves a value by. A step is the scale, but
         at most twice what the values need, so that a scale far too large for its values is not accepted as coarse.
+        Searched scales clip a few values: one that became the first or last integer may have been twice as large.
         """
         groups, found = (rows.float().view(*scale.shape, -1) for rows in (original, restored))
         largest, stored, single = self.scheme.weight.range[1], torch.finfo(scale.dtype), torch.finfo(torch.float32)
@@ -126,7 +127,12 @@ class Storage:
         # Scales are normal f32 numbers, and in a type of few exponents multiples of its smallest one.
         least = max(single.tiny, largest * stored.tiny * stored.eps)
         allowed = half + (half + found.abs()) * max(stored.eps, single.eps) + least
-        return bool(((found - groups).abs() <= allowed).all())
+        near = (found - groups).abs() <= allowed
+        if not self.packed:
+            return bool(near.all())
+        edge = torch.where(found < 0, largest + 1, largest) * scale.float()[..., None]
+        clipped = (found.abs() >= edge) & (groups * found.sign() >= edge) & (groups.abs() <= 2 * edge)
+        return bool((near | clipped).all())
 
     def resembles(self, original: Tensor, restored: Tensor) -> bool:
         """Whether rows that a method did not round to nearest can be `original`: their error is below half their size.

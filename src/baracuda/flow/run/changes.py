@@ -35,6 +35,8 @@ class Changes:
     counts: dict[str, Tensor] = field(default_factory=dict)
     moments: dict[str, Tensor] = field(default_factory=dict)
     hessians: dict[str, Tensor] = field(default_factory=dict)
+    #: Module -> the file that has it, where it is quantized already.
+    quantized: dict[str, Path] = field(default_factory=dict)
     _data: dict[str, CalibrationData] = field(default_factory=dict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 

@@ -27,6 +27,7 @@ class Options:
     sequence_length: int = 512
     smooth: bool | None = None
     method: str = "rtn"
+    one_shot: bool = False
 
     def plan(self) -> Plan:
         """What is done to which layer; raises for options that contradict each other."""
@@ -44,7 +45,10 @@ class Options:
         if scheme.weight.group_size is not None:
             scheme = scheme.with_groups(self.group_size)
         method = _explained(lambda: get_method(self.method))
-        return Plan(Recipe(Choice(scheme, method)), smooths or bool(self.smooth))
+        recipe = Recipe(Choice(scheme, method))
+        if self.one_shot and recipe.needs is None:
+            raise FlowError(f"method {self.method} needs no data: drop --one-shot, or use --method gptq")
+        return Plan(recipe, smooths or bool(self.smooth), recipe.needs is not None and not self.one_shot)
 
     def check(self) -> None:
         """Raise for values that are out of range."""
@@ -59,7 +63,11 @@ class Options:
     def record(self) -> dict[str, Any]:
         """As JSON. What is left at its default is not in it where older versions did not have the option."""
         written = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self).items()}
-        newer = {"smooth": not self.smooth, "method": self.method == Options.method}
+        newer = {
+            "smooth": not self.smooth,
+            "method": self.method == Options.method,
+            "one_shot": not self.one_shot,
+        }
         return {key: value for key, value in written.items() if not newer.get(key, False)}
 
     def require_used(self, plan: Plan, **given: object) -> None:
@@ -80,14 +88,23 @@ class Options:
 
 @dataclass(frozen=True)
 class Plan:
-    """What options ask for: a scheme and a method for each layer, and whether to smooth the model first."""
+    """What options ask for: a scheme and a method for each layer, and whether to smooth the model first.
+
+    A `sequential` plan calibrates each layer on what the quantized layers before it compute, block by block.
+    """
 
     recipe: Recipe
     smooth: bool
+    sequential: bool = False
 
     @property
     def needs_calibration(self) -> bool:
-        return self.smooth or self.recipe.static or self.recipe.needs is not None
+        return self.measures or self.sequential
+
+    @property
+    def measures(self) -> bool:
+        """Whether the float model is run first, for what is decided before any layer is quantized."""
+        return self.smooth or self.recipe.static or (self.recipe.needs is not None and not self.sequential)
 
 
 def _explained(call: Callable[[], Any]) -> Any:

@@ -35,6 +35,7 @@ def quantize_checkpoint(
     progress: Progress | None = None,
     smooth: bool | None = None,
     method: str = "rtn",
+    one_shot: bool = False,
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
@@ -42,7 +43,9 @@ def quantize_checkpoint(
       `activations`: `"dynamic"`, a scale per token at run time, or `"static"`, one per tensor from calibration.
     - `smooth`: move outliers of the activations into the weights first (SmoothQuant). `alpha`: its strength, from 0 to
       1, or `"auto"` to search it per layer; 0.5 unless given.
-    - `method`: how weights become integers; `"rtn"` rounds them to nearest.
+    - `method`: how weights become integers; `"rtn"` rounds them to nearest, `"gptq"` keeps the outputs of each layer on
+      the calibration data. It goes block by block, each calibrated on the outputs of the quantized ones before it;
+      `one_shot` calibrates all of them on the float model instead.
     - `calibration`: a file of texts or tokens, for smoothing, static activations and methods that need data.
       `evaluation`: one to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are read.
     - `group_size`: columns that share a scale in w4a16; 128 unless given.
@@ -66,6 +69,7 @@ def quantize_checkpoint(
         sequence_length,
         smooth,
         method,
+        one_shot,
     )
     plan = options.plan()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)

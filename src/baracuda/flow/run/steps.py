@@ -102,8 +102,9 @@ class Run:
         try:
             self._rehearse()
             changes = self._calibrate()
+            self._quantize_blocks(changes)
         except Exception:
-            if self.team.leads:
+            if self.team.leads and not any(self.journal.folder.glob("*block-*")):
                 self.journal.discard()  # nothing is done yet: the next try may differ
             raise
         plans = {name: self._layout(name) for name in self.source.shards}
@@ -156,7 +157,7 @@ class Run:
 
     def _calibrate(self) -> Changes:
         """Calibrate, or read what an interrupted run has calibrated."""
-        if not self.plan.needs_calibration:
+        if not self.plan.measures:
             return Changes()
         assert self.calibration is not None
         measured = [file.version for file in self.source.shards.values()]
@@ -180,6 +181,19 @@ class Run:
             file.require_unchanged()
         self._together(keep)
         return made
+
+    def _quantize_blocks(self, changes: Changes) -> None:
+        """Quantize what is calibrated block by block, or read what an interrupted run has done of it."""
+        if not self.plan.sequential:
+            return
+        assert self.calibration is not None
+        from .blockwise import Blockwise  # takes a while to import
+
+        version = [file.version for file in self.source.shards.values()]
+        Blockwise(self.source, self.structure, self.options, self.calibration, changes, self.journal, version,
+                  self.team, self.device, self.progress).run()  # fmt: skip
+        for file in self.source.shards.values():
+            file.require_unchanged()
 
     def _rehearse(self) -> None:
         """Raise here, before any work, where the evaluation will not be possible."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...schemes import Choice
+from ...schemes import Choice, Method, get_method
 from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry, TensorFile, TensorFileWriter
 from ..errors import FlowError
@@ -184,16 +184,32 @@ class ShardJob:
             return Converted([(name, block.start, smoothed.to(entry.dtype).cpu())])
         module = self.linears[name]
         choice, storage = self.choices[module], self._storage(module)
-        rows = storage.as_quantized_from(smoothed, entry.dtype)
-        made = choice.method.quantize(rows, choice.scheme.weight, self.changes.data(module))
-        stored = {part: value.cpu() for part, value in storage.store(made).items()}
+        if module in self.changes.quantized:
+            last = first + rows.shape[0]
+            stored, report = self._ready(module, first, last, [storage.integers, "weight_scale"]), {}
+        else:
+            made = self._method(module).quantize(
+                storage.as_quantized_from(smoothed, entry.dtype), choice.scheme.weight, self.changes.data(module)
+            )
+            stored, report = {part: value.cpu() for part, value in storage.store(made).items()}, made.report
         if not math.isfinite(stored["weight_scale"].amax()):  # a NaN is the largest of all
             raise FlowError(f"{name}: holds NaN or infinite values; repair the checkpoint, or --ignore {module}")
         outputs = [(f"{module}.{part}", first * value[:1].nbytes, value) for part, value in stored.items()]
         if first == 0:
             constants = storage.constants(entry, self.changes.input_scales.get(module))
             outputs += [(f"{module}.{part}", 0, value) for part, value in constants.items()]
-        return Converted(outputs, _measure(smoothed, stored, storage, made.report))
+        return Converted(outputs, _measure(smoothed, stored, storage, report))
+
+    def _ready(self, module: str, first: int, last: int, parts: list[str]) -> dict[str, Tensor]:
+        """Rows of a linear that is quantized already."""
+        with TensorFile(self.changes.quantized[module]) as file:
+            return {part: file.read(f"{module}.{part}", first, last) for part in parts}
+
+    def _method(self, module: str) -> Method:
+        """The method of a module; round to nearest for one outside of all blocks, whose input nobody measured."""
+        method = self.choices[module].method
+        unmeasured = method.needs is not None and self.changes.data(module) is None
+        return get_method("rtn") if unmeasured else method
 
     def _storage(self, module: str) -> Storage:
         return Storage(self.choices[module].scheme)
