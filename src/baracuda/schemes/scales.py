@@ -16,6 +16,7 @@ from .formats import WeightFormat
 from .method import QuantizedWeight
 from .search import LARGEST_FACTOR, Rounding, search_factors, search_scales
 
+
 @dataclass(frozen=True)
 class Chosen:
     """The scales of a weight in f32, as they are once stored, and how others are stored in their place."""

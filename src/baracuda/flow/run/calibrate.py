@@ -41,7 +41,9 @@ def calibrate(
     names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
     folds = analyse(model, set(names), device)
     groups, keep_rows = list(folds.inputs.values()), plan.smooth and options.alpha == "auto"
-    recorder = InputRecorder(model, groups, keep_rows=keep_rows, needs=None if plan.sequential else plan.recipe.needs, team=team)
+    recorder = InputRecorder(
+        model, groups, keep_rows=keep_rows, needs=None if plan.sequential else plan.recipe.needs, team=team
+    )
     measured = measure(model, recorder, batches(sequences), device, progress)
     smoothing = Smoothing()
     changes = Changes(notes={"samples": len(sequences), "alpha": options.alpha if plan.smooth else None})

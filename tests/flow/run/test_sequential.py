@@ -1,0 +1,147 @@
+"""GPTQ block by block: better than rounding to nearest, and the same bytes however it is run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+
+from baracuda.flow import quantize_checkpoint, verify
+from baracuda.flow.errors import FlowError
+from baracuda.flow.hf.blocks import Chain, find_chain
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+#: What each scheme takes besides its name; groups of 32 divide all layers of the small models.
+SCHEMES: dict[str, dict[str, Any]] = {"w4a16": {"group_size": 32}, "w8a8": {}, "w8a8-static": {}}
+LENGTH = 24
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return models.tokens(tmp_path_factory.mktemp("data") / "tokens.safetensors")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama") / "model"
+    models.save("llama", directory, torch.bfloat16)
+    return directory
+
+
+def quantize(source: Path, out: Path, data: Path, scheme: str = "w4a16", **options: Any) -> dict[str, Any]:
+    chosen = {"method": "gptq", "calibration": data, "sequence_length": LENGTH, **SCHEMES[scheme], **options}
+    return quantize_checkpoint(source, out, scheme=scheme, **chosen)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "mixtral"])
+def test_gptq_is_nearer_the_float_model_than_rounding_to_nearest(name: str, data: Path, tmp_path: Path) -> None:
+    models.save(name, tmp_path / "model", torch.bfloat16)
+    found = quantize(tmp_path / "model", tmp_path / "gptq", data, evaluation=data)
+    nearest = quantize(tmp_path / "model", tmp_path / "rtn", data, method="rtn", calibration=None, evaluation=data)
+    assert found["evaluation"]["kl"] < 0.5 * nearest["evaluation"]["kl"]
+    assert verify(tmp_path / "gptq", tmp_path / "model") == []
+    assert verify(tmp_path / "rtn", tmp_path / "model") == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_threads_do_not_change_a_byte(scheme: str, llama: Path, data: Path, tmp_path: Path) -> None:
+    before, made = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            quantize(llama, tmp_path / str(threads), data, scheme)
+            made.append(models.contents(tmp_path / str(threads)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert made[0] == made[1] == made[2]
+
+
+SCRIPT = """
+import sys, torch
+from baracuda.flow import quantize_checkpoint
+source, out, data, length = sys.argv[1:5]
+quantize_checkpoint(source, out, scheme="w4a16", group_size=32, method="gptq", calibration=data,
+                    sequence_length=int(length), resume="resume" in sys.argv)
+"""
+
+
+def test_processes_do_not_change_a_byte(llama: Path, data: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "one", data)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    run = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port=29631", str(tmp_path / "script.py")]
+    arguments = [str(llama), str(tmp_path / "three"), str(data), str(LENGTH)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *run, *arguments], check=True, env=environment, capture_output=True, timeout=300)
+    assert models.contents(tmp_path / "three") == models.contents(tmp_path / "one")
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(llama: Path, data: Path, tmp_path: Path) -> None:
+    quantize(llama, tmp_path / "whole", data)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    out = tmp_path / "killed"
+    arguments = [sys.executable, str(tmp_path / "script.py"), str(llama), str(out), str(data), str(LENGTH)]
+    process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not list((out / ".baracuda").glob("*block-0*")) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    quantize(llama, out, data, resume=True)
+    assert models.contents(out) == models.contents(tmp_path / "whole")
+
+
+def test_a_block_that_is_done_is_not_done_again(
+    llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baracuda.flow.run.blockwise import Blockwise
+
+    quantize(llama, tmp_path / "whole", data)
+    done, original = [], Blockwise._quantize
+
+    def interrupted(self: Blockwise, weights: Any, *rest: Any) -> Any:
+        if any("layers.1.mlp" in name for name in weights) and not done.count("interrupted"):
+            done.append("interrupted")
+            raise KeyboardInterrupt
+        done.extend(weights)
+        return original(self, weights, *rest)
+
+    monkeypatch.setattr(Blockwise, "_quantize", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        quantize(llama, tmp_path / "out", data)
+    assert any("layers.0" in name for name in done)
+    done[:] = ["interrupted"]
+    quantize(llama, tmp_path / "out", data, resume=True)
+    assert not any("layers.0" in name for name in done)
+    assert models.contents(tmp_path / "out") == models.contents(tmp_path / "whole")
+
+
+def test_one_shot_calibrates_on_the_float_model(llama: Path, data: Path, tmp_path: Path) -> None:
+    once = quantize(llama, tmp_path / "once", data, one_shot=True, evaluation=data)
+    blocks = quantize(llama, tmp_path / "blocks", data, evaluation=data)
+    assert "blocks" not in (once["smoothing"] or {}) and blocks["smoothing"]["blocks"]["count"] == 2
+    assert blocks["evaluation"]["kl"] < 1.2 * once["evaluation"]["kl"]
+    with pytest.raises(FlowError, match="drop --one-shot"):
+        quantize(llama, tmp_path / "rtn", data, method="rtn", calibration=None, one_shot=True)
+
+
+def test_a_model_without_a_chain_of_blocks_is_told() -> None:
+    model = models.build("llama")
+    tokens = torch.tensor([[3, 4, 5]])
+    linears = ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]
+    chain = find_chain(model, linears, tokens, {"use_cache": False})
+    assert isinstance(chain, Chain) and chain.names == ["model.layers.0", "model.layers.1"]
+    model.model.layers = torch.nn.ModuleList([model.model.layers[0], model.model.layers[0]])
+    told = find_chain(model, linears, tokens, {"use_cache": False})
+    assert isinstance(told, str) and "once each and in order" in told
+    assert "no list of blocks" in str(find_chain(torch.nn.Linear(2, 2), [], tokens, {}))
