@@ -6,7 +6,7 @@ A model whose layers are such a chain can be quantized block by block, in one pa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,8 @@ class Chain:
     def begin(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The hidden states that the first block gets for these tokens."""
         length, seen = tokens.shape[1], []
-        with self._recording(seen), torch.no_grad():
-            try:
-                self.model(input_ids=tokens, **arguments)
-            except Stop:
-                pass
+        with self._recording(seen), torch.no_grad(), suppress(Stop):
+            self.model(input_ids=tokens, **arguments)
         if length not in self.calls:
             self.calls[length] = [Call(_in_f32(args), _in_f32(kwargs)) for _, args, kwargs in seen]
         return seen[0][0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -117,10 +117,8 @@ class Sequential:
 
         def product(state: Tensor) -> tuple[Tensor, int] | None:
             local.x = None
-            try:
+            with suppress(Stop):
                 self.chain.run(index, state)
-            except Stop:
-                pass
             return None if local.x is None else (chunk_product(local.x).cpu(), len(local.x))
 
         handle = block.get_submodule(group[0]).register_forward_pre_hook(stop)
