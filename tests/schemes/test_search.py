@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baracuda.schemes.search import Rounding, search_factors, search_scales
+from baracuda.schemes.search import Rounding, search_factors, search_scales, split_factors
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -108,3 +108,14 @@ def test_nothing_to_search() -> None:
     rounding = Rounding(-8, 7, torch.bfloat16)
     assert search_scales(torch.empty(0, 128), 64, rounding).shape == (0, 2)
     assert search_factors(torch.empty(0, 128), 64, rounding)[1].shape == (0, 2)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_factors_are_told_from_the_scales_they_made(dtype: torch.dtype) -> None:
+    scale, factors = search_factors(weights().to(dtype).float(), 64, Rounding(-8, 7, dtype))
+    stored = (scale[:, None] * factors).to(dtype)
+    found = split_factors(stored)
+    assert found is not None and int(found[1].max()) <= 15
+    assert torch.equal(found[0][:, None] * found[1], stored.float())
+    assert split_factors(torch.tensor([[1.0, 2.5, 7.7]])) is None
+    assert split_factors(torch.tensor([[1.0, float("nan")]])) is None

@@ -117,7 +117,7 @@ def quantize(
         list[str] | None,
         typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a16.")] = 128,
+    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a8 and w4a16.")] = 128,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",

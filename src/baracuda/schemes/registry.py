@@ -20,13 +20,19 @@ class Named:
     """By `quantize_model` and `prepare_qat`, which replace the linears of a model in memory."""
     checkpoint: bool = False
     """By `baracuda quantize`, which writes checkpoints, and by what reads them."""
+    stored: Scheme | None = None
+    """The scheme of checkpoints, where it differs from the live one."""
 
 
 SCHEMES: dict[str, Named] = {
     "w8a8": Named(Scheme(), checkpoint=True),
     "w8a8-asymmetric": Named(Scheme(activation=ActivationFormat(mode=DynamicRangeMode.ASYMMETRIC))),
     "w8a8-static": Named(Scheme(activation=ActivationFormat("static")), checkpoint=True),
-    "w4a8": Named(Scheme(WeightFormat.searched(_S4))),
+    "w4a8": Named(
+        Scheme(WeightFormat.searched(_S4)),
+        checkpoint=True,
+        stored=Scheme(WeightFormat.searched(_S4, 128, factors=True)),
+    ),
     "w4a4": Named(Scheme(WeightFormat.searched(_S4), ActivationFormat(q_min=-7, q_max=7))),
     "w4a16": Named(Scheme(WeightFormat.searched(_S4, 128), ActivationFormat("float")), live=False, checkpoint=True),
 }
@@ -70,11 +76,12 @@ def checkpoint_scheme(name: str) -> tuple[Scheme, bool]:
     if name not in checkpoint_names():
         raise InvalidProblem(f"scheme: expected one of {', '.join(checkpoint_names())}, got {name!r}")
     alias = ALIASES.get(name)
-    return SCHEMES[alias.checkpoint if alias else name].scheme, alias is not None and alias.smooth
+    named = SCHEMES[alias.checkpoint if alias else name]
+    return named.stored or named.scheme, alias is not None and alias.smooth
 
 
 def is_checkpoint_scheme(scheme: Scheme) -> bool:
     """Whether checkpoints of this scheme are written and read, whatever the size of its groups."""
     size = scheme.weight.group_size
-    written = [named.scheme for named in SCHEMES.values() if named.checkpoint]
+    written = [named.stored or named.scheme for named in SCHEMES.values() if named.checkpoint]
     return any(scheme == (s if size is None or s.weight.group_size is None else s.with_groups(size)) for s in written)

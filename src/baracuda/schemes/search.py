@@ -74,6 +74,21 @@ def search_factors(
     return torch.cat([scale for scale, _ in pairs]), torch.cat([factors for _, factors in pairs])
 
 
+def split_factors(scales: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Scales `[N]` in f32 and factors `[N, G]` in u8 whose products are `scales` exactly; None where there are none."""
+    wide = scales.double()
+    channel, factors = torch.zeros(len(wide), dtype=torch.float64, device=wide.device), torch.zeros_like(wide)
+    for largest in range(1, LARGEST_FACTOR + 1):
+        candidate = wide.amax(1) / largest
+        ratio = (wide / candidate[:, None]).round_()
+        exact = (ratio * candidate[:, None] == wide).all(1) & (ratio >= 1).all(1) & (candidate.float() == candidate)
+        exact &= channel == 0
+        channel, factors = torch.where(exact, candidate, channel), torch.where(exact[:, None], ratio, factors)
+    if not bool((channel > 0).all()):
+        return None
+    return channel.float(), factors.to(torch.uint8)
+
+
 # -- blocks of rows ----------------------------------------------------------------------------------------------
 
 

@@ -14,15 +14,22 @@ import models
 import pytest
 import torch
 
+import baracuda
 from baracuda.flow import quantize_checkpoint, verify
 from baracuda.flow.errors import FlowError
 from baracuda.flow.hf.blocks import Chain, find_chain
+from baracuda.nn import QuantizedLinear
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 #: What each scheme takes besides its name; groups of 32 divide all layers of the small models.
-SCHEMES: dict[str, dict[str, Any]] = {"w4a16": {"group_size": 32}, "w8a8": {}, "w8a8-static": {}}
+SCHEMES: dict[str, dict[str, Any]] = {
+    "w4a16": {"group_size": 32},
+    "w4a8": {"group_size": 32},
+    "w8a8": {},
+    "w8a8-static": {},
+}
 LENGTH = 24
 
 
@@ -145,3 +152,17 @@ def test_a_model_without_a_chain_of_blocks_is_told() -> None:
     told = find_chain(model, linears, tokens, {"use_cache": False})
     assert isinstance(told, str) and "once each and in order" in told
     assert "no list of blocks" in str(find_chain(torch.nn.Linear(2, 2), [], tokens, {}))
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_w4a8_is_loaded_as_integer_linears_with_group_factors(
+    method: str, llama: Path, data: Path, tmp_path: Path
+) -> None:
+    calibration = data if method == "gptq" else None
+    report = quantize(llama, tmp_path / "out", data, "w4a8", method=method, calibration=calibration, evaluation=data)
+    loaded = baracuda.load(tmp_path / "out")
+    linear = loaded.model.layers[0].mlp.up_proj
+    assert isinstance(linear, QuantizedLinear) and linear.weight_group == 32
+    assert int(linear.weight_factor.max()) > 1
+    assert report["evaluation"]["kl"] < 0.01
+    assert verify(tmp_path / "out", llama) == []

@@ -15,6 +15,7 @@ from ..checkpoint.config import parse_config
 from ..checkpoint.directory import read_json
 from ..checkpoint.storage import STORED
 from ..errors import FlowError, some
+from .packed import compute_in_integers
 from .skeleton import model_class, model_config, quiet, require_transformers
 
 
@@ -48,7 +49,7 @@ def load(
 
     config = model_config(directory)
     config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
-    model = read_model(directory, config, dtype or "auto").to(device).eval()
+    model = compute_in_integers(read_model(directory, config, dtype or "auto")).to(device).eval()
     if merge:
         merge_siblings(model)
     return model

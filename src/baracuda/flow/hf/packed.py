@@ -7,6 +7,17 @@ from torch import Tensor, nn
 
 from ...core.scope import PerGroup
 from ...functional import dequantize
+from ...nn import QuantizedLinear
+from ...schemes.search import split_factors
+from ..errors import FlowError
+
+
+def compute_in_integers(model: nn.Module) -> nn.Module:
+    """Replace what was loaded for integer activations by integer linears: their group scales become factors."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, PackedLinear) and module.integer_inputs:
+            model.set_submodule(name, module.integer_linear(name))
+    return model
 
 
 class PackedLinear(nn.Module):
@@ -23,11 +34,14 @@ class PackedLinear(nn.Module):
         bias: bool,
         group_size: int,
         *,
+        integer_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
+        #: Whether inputs are quantized too: an integer linear then takes the place of this one, once it is loaded.
+        self.integer_inputs = integer_inputs
         packed = torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device)
         scale = torch.ones(out_features, in_features // group_size, dtype=dtype, device=device)
         self.register_buffer("weight_packed", packed)
@@ -43,6 +57,21 @@ class PackedLinear(nn.Module):
         nibbles = self.weight_packed.view(torch.uint8) ^ 0x88
         scale = self.weight_scale if self.weight_scale.dtype is dtype else self.weight_scale.float()
         return dequantize(nibbles, scale, scope=PerGroup(self.group_size), element="s4", dtype=dtype)
+
+    def integer_linear(self, name: str) -> QuantizedLinear:
+        """The integer linear of these weights; raises unless the scales of a row are integer multiples of one."""
+        split = split_factors(self.weight_scale)
+        if split is None:
+            raise FlowError(
+                f"{name}: expected group scales that are 1 to 15 times a scale of their row, as baracuda writes them for "
+                "w4a8; other group scales are computed with float activations only: load it as w4a16"
+            )
+        options = {"weight_element": "s4", "weight_group": self.group_size, "device": self.weight_packed.device}
+        made = QuantizedLinear(self.in_features, self.out_features, self.bias is not None, **options)
+        made.weight = self.weight_packed.view(torch.uint8) ^ 0x88
+        made.weight_scale, made.weight_factor = split[0].unsqueeze(1), split[1]
+        made.bias = self.bias
+        return made
 
     @property
     def weight(self) -> Tensor:

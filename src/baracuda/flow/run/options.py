@@ -78,7 +78,7 @@ class Options:
         grouped = scheme.weight.group_size is not None
         unused = {
             "alpha": (plan.smooth, f"{name} does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
-            "group_size": (grouped, f"{name} has no groups: drop --group-size, or use --scheme w4a16"),
+            "group_size": (grouped, f"{name} has no groups: drop --group-size, or use --scheme w4a8 or w4a16"),
             "calibration": (plan.needs_calibration, f"{kind} needs no data: drop --calibration{static}"),
         }
         for option, (used, why) in unused.items():

@@ -39,7 +39,7 @@ def quantize_checkpoint(
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
-    - `scheme`: `"w8a8"`, `"w8a8-static"` or `"w4a16"`; `"w8a8-smoothquant"` is `"w8a8"` with `smooth=True`.
+    - `scheme`: `"w8a8"`, `"w8a8-static"`, `"w4a8"` or `"w4a16"`; `"w8a8-smoothquant"` is `"w8a8"` with `smooth=True`.
       `activations`: `"dynamic"`, a scale per token at run time, or `"static"`, one per tensor from calibration.
     - `smooth`: move outliers of the activations into the weights first (SmoothQuant). `alpha`: its strength, from 0 to
       1, or `"auto"` to search it per layer; 0.5 unless given.
@@ -48,7 +48,7 @@ def quantize_checkpoint(
       `one_shot` calibrates all of them on the float model instead.
     - `calibration`: a file of texts or tokens, for smoothing, static activations and methods that need data.
       `evaluation`: one to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are read.
-    - `group_size`: columns that share a scale in w4a16; 128 unless given.
+    - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given.
     - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
     - `device`: where to compute. `resume`: go on with a run that was killed; one that has ended is left as it is.
     - `progress(stage, done, total, label)` is called as work is done: `done` since the last call, of `total` in the
