@@ -61,7 +61,7 @@ def test_a_path_with_brackets_is_printed_as_it_is(name: str, tmp_path: Path, mon
         ([*SMOOTH, "floats.safetensors", "--alpha", "much"], "expected a number in"),
         ([*SMOOTH, "floats.safetensors", "--alpha", "7"], "expected a number in [0, 1] or 'auto', got 7"),
         (["--alpha", "0.5"], "w8a8 does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
-        (["--group-size", "128"], "w8a8 has no groups: drop --group-size, or use --scheme w4a16"),
+        (["--group-size", "128"], "w8a8 has no groups: drop --group-size, or use --scheme w4a8 or w4a16"),
         (["--scheme", "w4a16", "--group-size", "0"], "group_size: expected a positive multiple of 8, got 0"),
         (["--calibration", "nowhere.txt"], "needs no data: drop --calibration, or add --activations static"),
         (["--scheme", "w4a16", "--calibration", "nowhere.txt"], "activations needs no data: drop --calibration"),

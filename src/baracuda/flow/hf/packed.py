@@ -63,8 +63,8 @@ class PackedLinear(nn.Module):
         split = split_factors(self.weight_scale)
         if split is None:
             raise FlowError(
-                f"{name}: expected group scales that are 1 to 15 times a scale of their row, as baracuda writes them for "
-                "w4a8; other group scales are computed with float activations only: load it as w4a16"
+                f"{name}: expected group scales that are 1 to 15 times a scale of their row, as baracuda writes "
+                "them for w4a8; other group scales are computed with float activations only: load it as w4a16"
             )
         options = {"weight_element": "s4", "weight_group": self.group_size, "device": self.weight_packed.device}
         made = QuantizedLinear(self.in_features, self.out_features, self.bias is not None, **options)

@@ -1,0 +1,178 @@
+"""Accuracy on a real language model: every scheme and method of baracuda, beside llm-compressor's, in one run.
+
+Each row is a process of its own, so that its time and its peak memory are its own. All results are checkpoints in
+compressed-tensors' layout; one reader turns each into a float model with quantized inputs, and one loop compares it
+with the original: perplexity, KL divergence, and how often both give the same most likely token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import _real_model as real
+from .common import Bar, arguments, show_bars, table, write_json
+
+#: Samples and tokens of a sample, for calibration and for evaluation.
+SAMPLES, LENGTH = 16, 256
+GROUP = 64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to quantize the model."""
+
+    name: str
+    scheme: str
+    method: str = "rtn"
+    smooth: bool = False
+    alpha: str | None = None
+    peer: bool = False
+
+    @property
+    def calibrated(self) -> bool:
+        return self.method != "rtn" or self.smooth
+
+
+ROWS = (
+    Row("w8a8", "w8a8"),
+    Row("w8a8, smooth", "w8a8", smooth=True),
+    Row("w8a8, smooth, alpha auto", "w8a8", smooth=True, alpha="auto"),
+    Row("w8a8, gptq", "w8a8", "gptq"),
+    Row("w8a8, smooth, gptq", "w8a8", "gptq", smooth=True),
+    Row("w4a16", "w4a16"),
+    Row("w4a16, gptq", "w4a16", "gptq"),
+    Row("w4a16, smooth, alpha auto, gptq", "w4a16", "gptq", smooth=True, alpha="auto"),
+    Row("w4a8", "w4a8"),
+    Row("w4a8, gptq", "w4a8", "gptq"),
+    Row("w4a8, smooth, alpha auto, gptq", "w4a8", "gptq", smooth=True, alpha="auto"),
+    Row("llm-compressor w8a8", "w8a8", peer=True),
+    Row("llm-compressor w4a16", "w4a16", peer=True),
+    Row("llm-compressor w4a16, gptq", "w4a16", "gptq", peer=True),
+)
+QUICK = ("w4a16", "w4a16, gptq")
+
+
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--peer", type=Path, metavar="PYTHON", help="an interpreter that has llm-compressor")
+    parser.add_argument("--threads", type=int, default=0, help="threads of every contestant; all cores by default")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows to run")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoints here, and use those that are there")
+
+
+def main(argv: Sequence[str]) -> int:
+    chosen = arguments("accuracy", argv, quick="two rows and few tokens", more=options)
+    if (why := real.missing()) is not None:
+        print(f"skipped: {why}")
+        return 0
+    samples = 4 if chosen.quick else SAMPLES
+    rows = [r for r in ROWS if (r.name in (chosen.only or (QUICK if chosen.quick else [x.name for x in ROWS])))]
+    if chosen.peer is None and any(row.peer for row in rows):
+        print("llm-compressor is left out: pass --peer PYTHON, an interpreter that has it")
+        rows = [row for row in rows if not row.peer]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = chosen.keep or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        results = measure(rows, folder, samples, chosen)
+    show(results)
+    bars = requirements({row["name"]: row for row in results[1:]})
+    show_bars(bars)
+    write_json(chosen.json, {"samples": samples, "length": LENGTH, "group_size": GROUP, "rows": results, "bars": bars})
+    return 0
+
+
+def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namespace) -> list[dict[str, Any]]:
+    from baracuda.flow.checkpoint.tensorfile import write_tensors
+
+    calibration = folder / f"calibration-{samples}.safetensors"
+    write_tensors(calibration, {"tokens": real.tokens(real.CALIBRATION_CHAPTERS, samples, LENGTH)})
+    tokens = real.tokens(real.EVALUATION_CHAPTERS, samples, LENGTH)
+    made = [(row, run(row, calibration, folder, samples, chosen)) for row in rows]
+    from ._accuracy_model import Reference
+
+    reference = Reference(real.model_directory(), tokens)
+    results: list[dict[str, Any]] = [{"name": "float", "perplexity": reference.perplexity}]
+    for row, cost in made:
+        results.append({"name": row.name, **reference.compare(folder / slug(row)), **cost})
+        print(json.dumps(results[-1]), flush=True)
+    return results
+
+
+def slug(row: Row) -> str:
+    return row.name.replace(", ", "-").replace(" ", "-")
+
+
+def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argparse.Namespace) -> dict[str, Any]:
+    """Quantize in a process of its own; what it took."""
+    out, cost = folder / slug(row), folder / f"{slug(row)}.cost.json"
+    if cost.exists():
+        known: dict[str, Any] = json.loads(cost.read_text())
+        return known
+    model = str(real.model_directory())
+    here = Path(__file__).parent
+    if row.peer:
+        command = [str(chosen.peer), str(here / "_llmcompressor.py"), model, str(calibration), str(out), row.scheme,
+                   row.method, str(GROUP)]  # fmt: skip
+    else:
+        task = {"model": model, "out": str(out), "scheme": row.scheme, "method": row.method, "samples": samples,
+                "sequence_length": LENGTH}  # fmt: skip
+        task |= {"calibration": str(calibration)} if row.calibrated else {}
+        task |= {"group_size": GROUP} if row.scheme.startswith("w4") else {}
+        task |= {"smooth": True, "alpha": row.alpha} if row.smooth else {}
+        command = [sys.executable, "-m", "bench._accuracy_run", json.dumps(task)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    if chosen.threads:
+        environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(chosen.threads)
+    done = subprocess.run(command, cwd=here.parent, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{row.name}: {done.stderr.strip()[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    cost.write_text(json.dumps(found))
+    return found
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    header = ("", "perplexity", "KL", "top-1 %", "seconds", "peak MB")
+    cells = [
+        (
+            row["name"],
+            row["perplexity"],
+            f"{row['kl']:.4f}" if "kl" in row else None,
+            100 * row["top1_agreement"] if "kl" in row else None,
+            row.get("seconds"),
+            f"{row['peak_mb']:.0f}" if "peak_mb" in row else None,
+        )
+        for row in results
+    ]
+    table(f"SmolLM2-135M, {torch.get_num_threads()} threads, groups of {GROUP}, against the float model", header, cells)
+
+
+def requirements(found: dict[str, dict[str, Any]]) -> list[Bar]:
+    """What must hold between the rows that were run."""
+    bars = []
+
+    def ratio(name: str, above: str, below: str, key: str, needed: float) -> None:
+        if above in found and below in found:
+            bars.append(Bar(name, needed, found[above][key] / found[below][key], below=True))
+
+    peer = "llm-compressor w4a16, gptq"
+    ratio("w4a16, gptq: KL / llm-compressor's", "w4a16, gptq", peer, "kl", 0.97)
+    ratio("w4a16, smooth, gptq: KL / llm-compressor's", "w4a16, smooth, alpha auto, gptq", peer, "kl", 0.85)
+    ratio("w4a8, gptq: KL / w4a16, gptq", "w4a8, gptq", "w4a16, gptq", "kl", 1.1)
+    ratio("w8a8, smooth: KL / w8a8", "w8a8, smooth", "w8a8", "kl", 0.4)
+    ratio("w4a16, gptq: seconds / llm-compressor's", "w4a16, gptq", peer, "seconds", 0.5)
+    ratio("w4a16, gptq: peak memory / llm-compressor's", "w4a16, gptq", peer, "peak_mb", 1.0)
+    if "w4a16, gptq" in found and peer in found:
+        ours, theirs = found["w4a16, gptq"]["top1_agreement"], found[peer]["top1_agreement"]
+        bars.append(Bar("w4a16, gptq: top-1 agreement / llm-compressor's", 1.0, ours / theirs))
+    return bars
