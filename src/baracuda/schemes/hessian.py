@@ -96,6 +96,7 @@ def inverse_factor(damped: Tensor) -> Tensor:
     while True:
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
+            upper: Tensor
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not int(failed):
                 return upper

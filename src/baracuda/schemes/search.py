@@ -53,8 +53,7 @@ def search_scales(weight: Tensor, group: int, rounding: Rounding, importance: Te
     `importance` `[K]` weighs the error of each column, as the mean square of the input channel does.
     """
     columns = weight.shape[1]
-    step = max(1, BLOCK_ELEMENTS // max(1, columns))
-    blocks = [_search(rows, group, rounding, importance) for rows in weight.split(step)]
+    blocks = [_search(rows, group, rounding, importance) for rows in _blocks(weight)]
     return torch.cat(blocks) if blocks else torch.ones(0, columns // group)
 
 
@@ -67,8 +66,7 @@ def search_factors(
     reader can tell the factors from it.
     """
     columns = weight.shape[1]
-    step = max(1, BLOCK_ELEMENTS // max(1, columns))
-    pairs = [_factors(rows, group, rounding, importance) for rows in weight.split(step)]
+    pairs = [_factors(rows, group, rounding, importance) for rows in _blocks(weight)]
     if not pairs:
         return torch.ones(0), torch.ones(0, columns // group, dtype=torch.int8)
     return torch.cat([scale for scale, _ in pairs]), torch.cat([factors for _, factors in pairs])
@@ -90,6 +88,11 @@ def split_factors(scales: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 # -- blocks of rows ----------------------------------------------------------------------------------------------
+
+
+def _blocks(weight: Tensor) -> list[Tensor]:
+    step = max(1, BLOCK_ELEMENTS // max(1, weight.shape[1]))
+    return [weight[first : first + step] for first in range(0, weight.shape[0], step)]
 
 
 def _search(rows: Tensor, group: int, rounding: Rounding, importance: Tensor | None) -> Tensor:

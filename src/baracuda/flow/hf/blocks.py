@@ -42,7 +42,8 @@ class Chain:
 
     def begin(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The hidden states that the first block gets for these tokens."""
-        length, seen = tokens.shape[1], []
+        length = tokens.shape[1]
+        seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
         with self._recording(seen), torch.no_grad(), suppress(Stop):
             self.model(input_ids=tokens, **arguments)
         if length not in self.calls:

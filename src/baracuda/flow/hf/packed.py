@@ -66,11 +66,13 @@ class PackedLinear(nn.Module):
                 f"{name}: expected group scales that are 1 to 15 times a scale of their row, as baracuda writes "
                 "them for w4a8; other group scales are computed with float activations only: load it as w4a16"
             )
-        options = {"weight_element": "s4", "weight_group": self.group_size, "device": self.weight_packed.device}
-        made = QuantizedLinear(self.in_features, self.out_features, self.bias is not None, **options)
+        bias = self.bias if isinstance(self.bias, nn.Parameter) else None
+        made = QuantizedLinear(
+            self.in_features, self.out_features, False, weight_element="s4", weight_group=self.group_size
+        )
         made.weight = self.weight_packed.view(torch.uint8) ^ 0x88
         made.weight_scale, made.weight_factor = split[0].unsqueeze(1), split[1]
-        made.bias = self.bias
+        made.bias = bias
         return made
 
     @property

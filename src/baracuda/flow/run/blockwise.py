@@ -89,7 +89,7 @@ class Blockwise:
             made: dict[str, Tensor] = {}
 
             def quantize(group: list[str], moments: Moments) -> Mapping[str, Tensor]:
-                weights = {n: chain.block(index).get_submodule(n).weight.detach() for n in group}
+                weights = {n: chain.block(index).get_parameter(f"{n}.weight").detach() for n in group}
                 stored = self._quantize({local[n]: w for n, w in weights.items()}, moments, pool)
                 made.update({f"{m}.{part}": t for m, parts in stored.items() for part, t in parts.items()})
                 return {n: self._storage(local[n]).dequantize(stored[local[n]]) for n in group}
@@ -144,7 +144,7 @@ class Blockwise:
         with TensorFile(file) as stored:
             for name, module in local.items():
                 parts = {e.removeprefix(f"{module}."): stored.read(e) for e in stored.entries if _of(e, module)}
-                block.get_submodule(name).weight.data.copy_(self._storage(module).dequantize(parts))
+                block.get_parameter(f"{name}.weight").data.copy_(self._storage(module).dequantize(parts))
 
     def _storage(self, module: str) -> Storage:
         return Storage(self.structure.choices[module].scheme)

@@ -70,7 +70,7 @@ class Sequential:
         with inputs.quantized(block, linears):
             for group in groups:
                 for name, weight in quantize(group, self._moments(index, group)).items():
-                    block.get_submodule(name).weight.data.copy_(weight)
+                    block.get_parameter(f"{name}.weight").data.copy_(weight)
         self.advance(index, linears, inputs)
 
     def advance(self, index: int, linears: list[str], inputs: Inputs) -> None:
@@ -108,7 +108,7 @@ class Sequential:
     def _moments(self, index: int, group: list[str]) -> Moments:
         """Run every sequence up to the group, and add up the second moments of what it reads."""
         block = self.chain.block(index)
-        columns = block.get_submodule(group[0]).weight.shape[1]
+        columns = block.get_parameter(f"{group[0]}.weight").shape[1]
         local, lock = threading.local(), threading.Lock()
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:

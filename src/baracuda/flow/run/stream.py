@@ -184,9 +184,9 @@ class ShardJob:
             return Converted([(name, block.start, smoothed.to(entry.dtype).cpu())])
         module = self.linears[name]
         choice, storage = self.choices[module], self._storage(module)
+        report: Mapping[str, float] = {}
         if module in self.changes.quantized:
-            last = first + rows.shape[0]
-            stored, report = self._ready(module, first, last, [storage.integers, "weight_scale"]), {}
+            stored = self._ready(module, first, first + rows.shape[0], [storage.integers, "weight_scale"])
         else:
             made = self._method(module).quantize(
                 storage.as_quantized_from(smoothed, entry.dtype), choice.scheme.weight, self.changes.data(module)
