@@ -30,9 +30,21 @@ from baracuda.schemes.registry import is_checkpoint_scheme
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-@pytest.mark.parametrize("name", sorted({*live_names()} & {*checkpoint_names()} - {"w8a8-smoothquant"}))
+@pytest.mark.parametrize("name", sorted({*live_names()} & {*checkpoint_names()} - {"w8a8-smoothquant", "w4a8"}))
 def test_a_name_means_one_scheme_in_models_and_in_checkpoints(name: str) -> None:
     assert checkpoint_scheme(name) == (live_scheme(name), False)
+
+
+def test_checkpoints_of_w4a8_have_groups_whose_scales_are_integer_multiples() -> None:
+    stored, live = checkpoint_scheme("w4a8")[0], live_scheme("w4a8")
+    assert stored.weight == WeightFormat(ElementKind.S4, 128) and stored.weight.factors
+    assert live.weight == WeightFormat(ElementKind.S4) and live.activation == stored.activation
+
+
+def test_four_bit_scales_are_searched_and_all_sixteen_integers_used() -> None:
+    for scheme in (live_scheme("w4a8"), LinearScheme(weight="s4")._scheme, checkpoint_scheme("w4a16")[0]):
+        assert scheme.weight.scales == "search" and scheme.weight.range == (-8, 7)
+    assert live_scheme("w8a8").weight.range == (-127, 127)
 
 
 def test_the_older_name_is_static_in_a_model_and_smoothed_in_a_checkpoint() -> None:
@@ -43,7 +55,8 @@ def test_the_older_name_is_static_in_a_model_and_smoothed_in_a_checkpoint() -> N
 def test_how_weights_are_stored_says_nothing_about_activations() -> None:
     packed = Scheme(WeightFormat(ElementKind.S4, 64))
     assert packed.activation.kind == "dynamic" and packed.with_activations("float").weight == packed.weight
-    assert not is_checkpoint_scheme(packed) and is_checkpoint_scheme(packed.with_activations("float"))
+    assert is_checkpoint_scheme(packed) and is_checkpoint_scheme(packed.with_activations("float"))
+    assert not is_checkpoint_scheme(packed.with_activations("static"))
     assert not is_checkpoint_scheme(Scheme(WeightFormat(), ActivationFormat("float")))
 
 
