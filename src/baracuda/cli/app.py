@@ -26,7 +26,7 @@ from ..core.errors import BaracudaError
 from ..core.types import BackendKind
 from ..plans.plan import resolve_device
 from ..schemes import checkpoint_names, method_names
-from . import demo
+from . import demo, evaluation
 
 
 def one_of(names: list[str]) -> str:
@@ -179,6 +179,30 @@ def verify(
     left = len(smoothed(out)) if against is not None else 0
     note = f"; {left} tensors that smoothing changed were not compared with the original's" if left else ""
     console.print(f"[green]{escape(str(out))}: nothing is wrong{note}[/]", highlight=False, soft_wrap=True)
+
+
+@app.command("eval")
+def evaluate_(
+    checkpoint: Annotated[Path, typer.Argument(help="A model directory that baracuda or transformers loads.")],
+    text: Annotated[Path, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")],
+    against: Annotated[Path | None, typer.Option(help="The float model, to compare with.")] = None,
+    samples: Annotated[int, typer.Option(help="Sequences to evaluate with.")] = 128,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
+    json_: Annotated[Path | None, typer.Option("--json", help="Also write every figure to this file.")] = None,
+) -> None:
+    """Measure a model on a text: its perplexity, and with --against what quantization cost it."""
+    import json
+
+    with _errors():
+        from ..flow import evaluate_checkpoint
+
+        with _bars() as progress:
+            sizes = {"samples": samples, "sequence_length": sequence_length}
+            found = evaluate_checkpoint(checkpoint, text, against=against, device=device, progress=progress, **sizes)
+    console.print(evaluation.figures(found))
+    if json_ is not None:
+        json_.write_text(json.dumps(found, indent=1) + "\n")
 
 
 @app.command()

@@ -5,8 +5,18 @@ from __future__ import annotations
 from .checkpoint.check import Finding
 from .errors import CheckpointError, FlowError
 from .hf.load import load
+from .run.evaluate import evaluate_checkpoint
 from .run.quantize import quantize_checkpoint
 from .run.report import rebuild as report
 from .run.verify import verify
 
-__all__ = ["CheckpointError", "Finding", "FlowError", "load", "quantize_checkpoint", "report", "verify"]
+__all__ = [
+    "CheckpointError",
+    "Finding",
+    "FlowError",
+    "evaluate_checkpoint",
+    "load",
+    "quantize_checkpoint",
+    "report",
+    "verify",
+]

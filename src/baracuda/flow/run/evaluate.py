@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -10,12 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..hf.forward import arguments, float_model, generates
+from ...plans.plan import resolve_device
+from ..errors import FlowError
+from ..hf.forward import arguments, float_model, generates, tokenizer
 from ..hf.load import load
-from .data import batches, read_for
+from .data import batches, read_for, require_data
 from .options import Options, Progress
 from .report import sqnr_db
 
+#: Tokens with the largest divergence that are named.
+WORST = 8
 #: Layer outputs are compared on the first of this many tokens: enough to see which layer is the noisy one.
 COMPARED_TOKENS = 256
 
@@ -34,8 +39,19 @@ def evaluate(
     `skip` names modules whose outputs smoothing scaled on purpose.
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
-    causal = generates(original)
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
+    return {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
+
+
+def _compare(
+    original: nn.Module,
+    quantized: nn.Module,
+    sequences: list[Tensor],
+    device: torch.device,
+    progress: Progress,
+    skip: frozenset[str],
+) -> dict[str, Any]:
+    causal = generates(original)
     compare: _Logits | _Embeddings = _Logits() if causal else _Embeddings()
     seconds = {"float": 0.0, "quantized": 0.0}
     made, tokens = batches(sequences), 0
@@ -55,19 +71,96 @@ def evaluate(
     sample = made[0][: max(1, COMPARED_TOKENS // made[0].shape[1])].to(device)
     layers = _layer_errors(original, quantized, {"input_ids": sample, **arguments(original)}, skip)
     speed = {name: tokens / max(elapsed, 1e-9) for name, elapsed in seconds.items()}
-    return {"data": data.name, "tokens": tokens, **compare.result(), "layers": layers, "tokens_per_second": speed}
+    return {"tokens": tokens, **compare.result(), "layers": layers, "tokens_per_second": speed}
+
+
+def evaluate_checkpoint(
+    checkpoint: str | Path,
+    text: str | Path,
+    *,
+    against: str | Path | None = None,
+    samples: int = 128,
+    sequence_length: int = 512,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a model on a file of texts or tokens; with `against`, its float model, what quantization cost.
+
+    The checkpoint can be one that baracuda wrote or any other that transformers loads. Against a float model the result
+    has the KL divergence, how often both agree on the most likely token, the `worst` tokens, and the error of each
+    layer's output in decibels.
+    """
+    directory, data, where = Path(checkpoint), Path(text), resolve_device(device)
+    require_data(data)
+    step = progress or (lambda stage, done, total, label: None)
+    options = Options(samples=samples, sequence_length=sequence_length)
+    options.check()
+    model = _any_model(directory, where)
+    if against is None:
+        sequences = read_for(model, directory, data, options, "evaluation", where)
+        return {"data": data.name, **_perplexity(model, sequences, where, step)}
+    original = float_model(Path(against), where)
+    sequences = read_for(original, Path(against), data, options, "evaluation", where)
+    found = {"data": data.name, **_compare(original, model, sequences, where, step, frozenset())}
+    for token in found.get("worst", []):
+        token["before"], token["text"] = _texts(Path(against), sequences[token["sequence"]], token["position"])
+    return found
+
+
+def _any_model(directory: Path, device: torch.device) -> nn.Module:
+    """As baracuda loads its own, or as transformers does."""
+    try:
+        model: nn.Module = load(directory, device=device)
+        return model
+    except FlowError as error:
+        if "quantization_config" not in str(error) and "compressed-tensors" not in str(error):
+            raise
+        return float_model(directory, device)
+
+
+def _perplexity(model: nn.Module, sequences: list[Tensor], device: torch.device, progress: Progress) -> dict[str, Any]:
+    if not generates(model):
+        raise FlowError(f"{type(model).__name__} does not predict the next token: pass --against its float model")
+    made, nll, targets = batches(sequences), 0.0, 0
+    for index, batch in enumerate(made):
+        tokens = batch.to(device)
+        with torch.no_grad():
+            logs = functional.log_softmax(model(input_ids=tokens, **arguments(model))[0].float(), -1)
+        nll -= float(logs[:, :-1].gather(-1, tokens[:, 1:, None]).sum(dtype=torch.float64))
+        targets += tokens[:, 1:].numel()
+        progress("evaluate", 1, len(made), f"batch {index + 1}")
+    count = sum(batch.numel() for batch in made)
+    return {"tokens": count, "perplexity": math.exp(min(700.0, nll / max(1, targets)))}
+
+
+def _texts(directory: Path, sequence: Tensor, position: int) -> tuple[str | None, str | None]:
+    """The text before a token's successor, and that successor; None where the model has no tokenizer."""
+    try:
+        decode = tokenizer(directory).decode
+    except FlowError:
+        return None, None
+    first = max(0, position - 15)
+    return decode(sequence[first : position + 1]), decode(sequence[position + 1 : position + 2])
 
 
 class _Logits:
     """KL(float || quantized) of the next-token distributions, and both perplexities."""
 
     def __init__(self) -> None:
-        self.kl, self.count, self.agree = 0.0, 0, 0
+        self.kl, self.count, self.agree, self.sequences = 0.0, 0, 0, 0
+        self.worst: list[tuple[float, int, int]] = []
         self.nll, self.targets = {"float": 0.0, "quantized": 0.0}, 0
 
     def add(self, exact: Tensor, noisy: Tensor, tokens: Tensor) -> None:
         p, q = functional.log_softmax(exact, -1), functional.log_softmax(noisy, -1)
-        self.kl += float(functional.kl_div(q, p, log_target=True, reduction="sum"))
+        each = functional.kl_div(q, p, log_target=True, reduction="none").sum(-1)
+        self.kl += float(each.sum())
+        values, places = each.flatten().topk(min(WORST, each.numel()))
+        found = zip(values.tolist(), places.tolist(), strict=True)
+        length = each.shape[1]
+        self.worst += [(v, self.sequences + place // length, place % length) for v, place in found]
+        self.worst = sorted(self.worst, key=lambda token: (-token[0], *token[1:]))[:WORST]
+        self.sequences += len(each)
         self.agree += int((exact.argmax(-1) == noisy.argmax(-1)).sum())
         self.count += p[..., 0].numel()
         for name, logs in (("float", p), ("quantized", q)):
@@ -77,7 +170,13 @@ class _Logits:
 
     def result(self) -> dict[str, Any]:
         perplexity = {name: float(torch.tensor(v / max(1, self.targets)).exp()) for name, v in self.nll.items()}
-        return {"kl": self.kl / self.count, "top1_agreement": self.agree / self.count, "perplexity": perplexity}
+        worst = [{"kl": kl, "sequence": sequence, "position": position} for kl, sequence, position in self.worst]
+        return {
+            "kl": self.kl / self.count,
+            "top1_agreement": self.agree / self.count,
+            "perplexity": perplexity,
+            "worst": worst,
+        }
 
 
 class _Embeddings:
