@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
 .PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
-	aarch64 slow soak package build clean
+	aarch64 slow soak package build clean vllm compat
 
 demo: .venv/installed  ## a first minute: a small model, quantized four ways, verified and compared
 	$(BIN)/baracuda demo
@@ -29,6 +29,13 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/contract/test_honest.py -m "not gpu"
+
+vllm: .venv/installed  ## our checkpoints in a real vLLM (its CPU build, in an environment of its own), with and without the plug-in
+	$(BIN)/python tools/vllm_env.py
+
+ROWS ?=
+compat: .venv/installed  ## the tests at the ends of the version ranges; ROWS=--ends for those that CI runs
+	$(BIN)/python tools/compat.py $(ROWS)
 
 SECONDS ?= 600
 soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
@@ -93,4 +100,4 @@ aarch64:  ## the same sources for another architecture, where a cross compiler i
 	  -DBARACUDA_TABLE=table_native -DBARACUDA_ISA='"native"' -Icsrc -c csrc/$$source.cpp -o /dev/null || exit 1; done
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-* build dist

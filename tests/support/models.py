@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +46,14 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.Module:
     """The model with norms away from one and a few channels far out, biases away from zero."""
     import transformers
 
     kind, sizes = CONFIGS[name]
     torch.manual_seed(sum(map(ord, name)))
     with quiet():
-        config = getattr(transformers, kind)(**sizes)
+        config = getattr(transformers, kind)(**{**sizes, **settings})
         auto = transformers.AutoModel if name == "bert" else transformers.AutoModelForCausalLM
         model: nn.Module = auto.from_config(config)
     with torch.no_grad():
@@ -65,11 +67,27 @@ def build(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     return model.to(dtype).eval()
 
 
-def save(name: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB") -> nn.Module:
-    model = build(name, dtype)
+def save(
+    name: str, directory: Path, dtype: torch.dtype = torch.float32, shard: str = "5GB", **settings: Any
+) -> nn.Module:
+    model = build(name, dtype, **settings)
     with quiet():
         model.save_pretrained(directory, max_shard_size=shard)
     return model
+
+
+@contextmanager
+def transformers_alone() -> Iterator[None]:
+    """transformers, quiet, with its own reader of compressed-tensors: baracuda gives way to it."""
+    before = os.environ.get("BARACUDA_TRANSFORMERS")
+    os.environ["BARACUDA_TRANSFORMERS"] = "0"
+    try:
+        with quiet():
+            yield
+    finally:
+        del os.environ["BARACUDA_TRANSFORMERS"]
+        if before is not None:
+            os.environ["BARACUDA_TRANSFORMERS"] = before
 
 
 def tokens(path: Path, sequences: int = 12, length: int = 24) -> Path:

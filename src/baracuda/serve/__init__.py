@@ -1,0 +1,1 @@
+"""Servers that compute with baracuda's kernels."""

@@ -1,0 +1,115 @@
+"""Our checkpoints in a real vLLM, through its own kernels and through ours: the tokens of baracuda.load.
+
+`make vllm` runs this where vLLM is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import serving
+import torch
+
+pytest.importorskip("vllm", reason="make vllm runs these")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+OURS = ("BaracudaInt8LinearKernel", "BaracudaInt4LinearKernel")
+#: In float32. What is static or weight-only differs by the order of sums alone; so does what is dynamic, as long as no
+#: activation lies so near to the middle of two integers that a last bit decides.
+TOLERANCE = 2e-5
+#: vLLM's 4-bit kernel for CPUs has no float32.
+BF16_TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(autouse=True)
+def both_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plug-in for both kinds of linear; registering again changes nothing."""
+    from baracuda.serve import vllm_plugin
+
+    monkeypatch.setenv(vllm_plugin.VARIABLE, "w8a8,w4a16")
+    vllm_plugin.register()
+
+
+@pytest.fixture
+def selected() -> Iterator[list[str]]:
+    """The kernels that vLLM says it has chosen, and what ours say about themselves."""
+    from vllm.logger import init_logger
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    loggers = [init_logger("vllm.model_executor.kernels.linear"), init_logger("vllm.baracuda")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    forget_what_was_said()
+    yield lines
+    for logger in loggers:
+        logger.removeHandler(handler)
+
+
+def forget_what_was_said() -> None:
+    """vLLM says some things once a process."""
+    from vllm import logger
+
+    for function in (logger._print_debug_once, logger._print_info_once, logger._print_warning_once):
+        function.cache_clear()
+
+
+@pytest.mark.parametrize("scheme", serving.SCHEMES)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_vllms_own_kernels_give_what_baracuda_load_gives(
+    name: str, scheme: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (name, scheme) == ("mixtral", "w4a16") and not torch.cpu._is_amx_tile_supported():
+        pytest.skip("vLLM's 4-bit experts on x86 CPUs need AMX")
+    monkeypatch.setenv("VLLM_DISABLED_KERNELS", ",".join(OURS))
+    out = serving.checkpoint(name, scheme, checkpoints)
+    dtype = torch.bfloat16 if scheme == "w4a16" else torch.float32
+    with serving.served(out, dtype=dtype) as llm:
+        assert not {kernel_of(layer) for layer in linears(llm)} & set(OURS)
+        given = serving.answers(llm)
+    found = serving.distance(out, given, dtype)
+    print(f"{name} {scheme}: log-probabilities at most {found:.1e} apart in {dtype}")
+    assert found < (BF16_TOLERANCE if scheme == "w4a16" else TOLERANCE)
+
+
+@pytest.mark.parametrize("scheme", serving.SCHEMES)
+def test_the_plug_in_serves_the_same_tokens_through_our_kernels(
+    scheme: str, checkpoints: Path, selected: list[str]
+) -> None:
+    out = serving.checkpoint("llama", scheme, checkpoints)
+    with serving.served(out) as llm:
+        kernels = [kernel_of(layer) for layer in linears(llm)]
+        given = serving.answers(llm)
+    assert kernels == [OURS[scheme == "w4a16"]] * 8
+    assert any("run in baracuda on cpu" in line for line in selected), selected
+    assert serving.distance(out, given) < TOLERANCE
+
+
+def test_the_plug_in_serves_a_compiled_model(checkpoints: Path) -> None:
+    """vLLM traces the model once for any number of tokens: our linear is one opaque operator in it."""
+    out = serving.checkpoint("llama", "w8a8", checkpoints)
+    with serving.served(out, enforce_eager=False, compilation_config={"mode": 3, "backend": "eager"}) as llm:
+        assert {kernel_of(layer) for layer in linears(llm)} == {OURS[0]}
+        given = serving.answers(llm)
+    assert serving.distance(out, given) < TOLERANCE
+
+
+def linears(llm: Any) -> list[Any]:
+    """The modules of vLLM's model that a scheme computes."""
+    executor = llm.llm_engine.model_executor
+    model = executor.driver_worker.worker.model_runner.model
+    return [module for module in model.modules() if hasattr(getattr(module, "scheme", None), "kernel")]
+
+
+def kernel_of(layer: Any) -> str:
+    return type(layer.scheme.kernel).__name__

@@ -1,0 +1,111 @@
+"""Checkpoints small enough for a server on a CPU, and vLLM and baracuda.load asked for the same tokens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+import torch
+
+import baracuda
+from baracuda.flow import quantize_checkpoint
+
+#: Attention on vLLM's CPU build wants heads of 32, its 4-bit kernel columns and rows in multiples of 32.
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+#: Every scheme that is written; those behind True need calibration.
+SCHEMES: dict[str, tuple[dict[str, Any], bool]] = {
+    "w8a8": ({"scheme": "w8a8"}, False),
+    "w8a8-static": ({"scheme": "w8a8", "activations": "static"}, True),
+    "smoothquant": ({"scheme": "w8a8-smoothquant"}, True),
+    "smoothquant-static": ({"scheme": "w8a8-smoothquant", "activations": "static"}, True),
+    "w4a16": ({"scheme": "w4a16", "group_size": 32}, False),
+}
+PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24], [150, 3, 90])
+NEW_TOKENS = 6
+
+
+@dataclass
+class Answer:
+    """What a model says to a prompt: its tokens, and the log-probabilities of the likeliest at each step."""
+
+    tokens: list[int]
+    likely: list[dict[int, float]]
+
+
+def checkpoint(name: str, scheme: str, directory: Path) -> Path:
+    """A quantized model, with a tokenizer whose words are `w3`, `w4` and so on; made once for a directory."""
+    source, out = directory / name, directory / f"{name}-{scheme}"
+    if not source.exists():
+        models.save(name, source, **SIZES)
+        tokenizer().save_pretrained(source)
+        models.tokens(directory / "tokens.safetensors")
+    if not out.exists():
+        options, calibrated = SCHEMES[scheme]
+        quantize_checkpoint(
+            source, out, calibration=directory / "tokens.safetensors" if calibrated else None, **options
+        )
+    return out
+
+
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
+
+
+@contextmanager
+def served(out: Path, **options: Any) -> Iterator[Any]:
+    """vLLM's engine over a checkpoint, in this process."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    settings = {"dtype": "float32", "enforce_eager": True, "max_model_len": 64, "max_num_seqs": 4, **options}
+    llm = LLM(model=str(out), skip_tokenizer_init=True, disable_log_stats=True, **settings)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()  # now: an engine collected later would end the groups of the next one
+        del llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
+
+
+def answers(llm: Any) -> list[Answer]:
+    """Greedy, with log-probabilities."""
+    from vllm import SamplingParams
+
+    greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=5, detokenize=False, ignore_eos=True)
+    prompts = [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS]
+    found = [request.outputs[0] for request in llm.generate(prompts, greedy, use_tqdm=False)]
+    return [
+        Answer(list(one.token_ids), [{token: p.logprob for token, p in step.items()} for step in one.logprobs])
+        for one in found
+    ]
+
+
+def distance(out: Path, given: Sequence[Answer], dtype: torch.dtype = torch.float32) -> float:
+    """How far the log-probabilities of `baracuda.load` are from those given, at most; in float32 with the same tokens.
+
+    In fewer bits the two likeliest tokens can change places: each given one must then be as likely as ours.
+    """
+    model, largest = baracuda.load(out, dtype=dtype), 0.0
+    for prompt, answer in zip(PROMPTS, given, strict=True):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+        ours = logits.double().log_softmax(-1)
+        assert dtype is not torch.float32 or ours.argmax(-1).tolist() == answer.tokens
+        chosen = ours.gather(-1, torch.tensor(answer.tokens)[:, None])
+        largest = max(largest, float((ours.amax(-1, keepdim=True) - chosen).max()))
+        for step, likely in zip(ours, answer.likely, strict=True):
+            largest = max([largest, *(abs(float(step[token]) - value) for token, value in likely.items())])
+    return largest
