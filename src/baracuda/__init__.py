@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import functional as _functional
+from . import importing as _importing
 from .core import errors as _errors
 from .core import packing as _packing
 from .core import scope as _scope
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from . import nn as nn
     from . import parallel as parallel
     from .flow.hf.load import load as load
+    from .flow.hf.quantizer import BaracudaConfig as BaracudaConfig
+    from .flow.hf.save import save as save
     from .models import *
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.
@@ -40,7 +43,10 @@ _LAZY = {
     "parallel": "parallel",
     "prepare_qat": "models",
     "quantize_model": "models",
+    "save": "flow",
 }
+#: Not in __all__: its base class is one of transformers, which need not be installed.
+_OF_TRANSFORMERS = {"BaracudaConfig": "flow.hf.quantizer"}
 
 __version__ = "0.1.0"
 
@@ -51,9 +57,13 @@ __all__ = [  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    where = _LAZY.get(name) or _OF_TRANSFORMERS.get(name)
+    if where is None:
         raise AttributeError(f"module 'baracuda' has no attribute {name!r}")
-    module = import_module(f".{_LAZY[name]}", __name__)
-    value = module if name == _LAZY[name] else getattr(module, name)
+    module = import_module(f".{where}", __name__)
+    value = module if name == where else getattr(module, name)
     globals()[name] = value
     return value
+
+
+_importing.watch()

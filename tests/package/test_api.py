@@ -84,6 +84,7 @@ PUBLIC = [
     "quantize",
     "quantize_model",
     "quantized_linear",
+    "save",
     "smoothquant_linear",
     "unpack_int4",
     "weight_only_linear",
@@ -156,7 +157,8 @@ LAYERS = [
     ["schemes"],
     ["nn"],
     ["models", "parallel"],
-    ["flow"],
+    ["flow", "serve"],
+    ["importing"],
     ["cli"],
     ["__init__", "__main__"],
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .checkpoint.check import Finding
 from .errors import CheckpointError, FlowError
 from .hf.load import load
+from .hf.save import save
 from .run.evaluate import evaluate_checkpoint
 from .run.quantize import quantize_checkpoint
 from .run.report import rebuild as report
@@ -18,5 +19,6 @@ __all__ = [
     "load",
     "quantize_checkpoint",
     "report",
+    "save",
     "verify",
 ]

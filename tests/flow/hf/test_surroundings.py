@@ -135,7 +135,7 @@ def test_the_report_says_so_exactly_where_transformers_cannot_open_the_checkpoin
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w4a16", group_size=16)
     told = [note for note in report["notes"] if f"cannot open this checkpoint: its {type(model).__name__}" in note]
     try:
-        with quiet():
+        with models.transformers_alone():
             type(model).from_pretrained(tmp_path / "out")
     except AttributeError as error:
         assert "no attribute 'weight'" in str(error) and len(told) == 1
@@ -182,7 +182,7 @@ def test_the_report_says_what_transformers_does_not_read_of_a_checkpoint_that_we
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
     assert len(report["notes"]) == 1 and told in report["notes"][0]
     baracuda.load(tmp_path / "out")
-    with quiet():
+    with models.transformers_alone():
         if fails is not None:
             with pytest.raises(fails):
                 type(model).from_pretrained(tmp_path / "out")
@@ -200,7 +200,7 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     model = models.save_built(mamba, tmp_path / "model")
     options: dict[str, Any] = {"scheme": "w4a16", "group_size": 16, "ignore": "*.out_proj"}
     assert not quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)["notes"]
-    with quiet():
+    with models.transformers_alone():
         theirs = type(model).from_pretrained(tmp_path / "out").eval()
     assert models.relative(logits(theirs), logits(baracuda.load(tmp_path / "out"))) < 1e-5
 

@@ -153,7 +153,11 @@ class Check:
         """Each quantized Linear has the tensors of its scheme."""
         for name, entry in self.entries.items():
             module, _, part = name.rpartition(".")
-            if part in STORED:
+            if module.endswith("_fake_quantize"):
+                self.add(
+                    "extra-tensor", name, "left over from training: no reader has a place for it; use baracuda.save"
+                )
+            elif part in STORED:
                 self.modules.setdefault(module, {})[part] = entry
         quantized = {m: p for m, p in self.modules.items() if set(p) != {"weight"} or p["weight"].dtype not in FLOATS}
         self.modules = quantized

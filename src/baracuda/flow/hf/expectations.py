@@ -10,13 +10,14 @@ from ...core.patterns import matches
 from ..checkpoint.check import Check
 from .names import match_names
 from .skeleton import skeleton, stay_float, tied_weights
+from .structure import float_name
 
 
 def check_model(check: Check, config: dict[str, Any]) -> None:
     """Add a finding for each Linear of the model whose stored tensors do not fit it."""
     try:
         model, _ = skeleton(config)
-        names = match_names(model, map(_as_float, check.entries)) if model is not None else None
+        names = match_names(model, map(float_name, check.entries)) if model is not None else None
     except Exception as error:  # a config can be wrong in any way; transformers then raises anything
         text = f"transformers cannot build it: {type(error).__name__}: {error}"
         return check.add("bad-config", "config.json", text)
@@ -56,8 +57,3 @@ def _check_linear(check: Check, name: str, stored: str | None, module: torch.nn.
 
 def _damaged(check: Check) -> bool:
     return any(f.code in ("truncated", "bad-offsets", "missing-file", "path-escape") for f in check.findings)
-
-
-def _as_float(name: str) -> str:
-    """The name that a packed weight had before it was quantized."""
-    return name.removesuffix("_packed") if name.endswith(".weight_packed") else name

@@ -22,17 +22,23 @@ from .skeleton import model_class, model_config, quiet, require_transformers
 def load(
     out: str | Path,
     *,
-    device: torch.device | str = "cpu",
+    device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     merge: bool = True,
+    device_map: Any = None,
+    **options: Any,
 ) -> Any:
     """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
 
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
+    `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
+    transformers' `from_pretrained`.
     """
-    directory, device = Path(out), resolve_device(device)
+    if device is not None and device_map is not None:
+        raise FlowError(f"baracuda.load: expected device or device_map, got both ({device}, {device_map}); drop one")
+    directory, place = Path(out), resolve_device("cpu" if device is None else device)
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
@@ -49,13 +55,17 @@ def load(
 
     config = model_config(directory)
     config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
-    model = compute_in_integers(read_model(directory, config, dtype or "auto")).to(device).eval()
+    if device_map is not None:
+        model = read_model(directory, config, dtype or "auto", device_map=device_map, **options)
+    else:
+        model = read_model(directory, config, dtype or "auto", **options).to(place)
+    model = compute_in_integers(model).eval()
     if merge:
         merge_siblings(model)
     return model
 
 
-def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Module:
+def read_model(directory: Path, config: Any, dtype: torch.dtype | str, **options: Any) -> nn.Module:
     """The model as transformers reads it, from safetensors only. Raises where transformers would initialize a tensor.
 
     Float tensors that nothing reads are allowed: many checkpoints still have a head from their training.
@@ -67,12 +77,15 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Mod
         model: nn.Module
         model, found = cls.from_pretrained(
             directory,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
+            **{
+                "use_safetensors": True,
+                "local_files_only": True,
+                **options,
+                "config": config,
+                "dtype": dtype,
+                "ignore_mismatched_sizes": True,
+                "output_loading_info": True,
+            },
         )
     missing, unread = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     shapes = {name: (stored, there) for name, stored, there in found["mismatched_keys"]}
@@ -86,6 +99,16 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str) -> nn.Mod
         raise FlowError(
             f"{directory}: the files do not fill transformers' {type(model).__name__}: "
             + "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
-            + "; make or download the checkpoint again"
+            + (_OLD if _lacks_experts(missing) else "; make or download the checkpoint again")
         )
     return model
+
+
+#: 4-bit experts are read through a hook that transformers has since 5.8.
+_OLD = "; 4-bit experts need transformers 5.8 or newer"
+
+
+def _lacks_experts(missing: list[str]) -> bool:
+    from transformers.quantizers import HfQuantizer
+
+    return not hasattr(HfQuantizer, "update_weight_conversions") and any(".experts." in name for name in missing)

@@ -5,9 +5,9 @@ The classes have a module of their own, so that a loaded model, which holds them
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer
@@ -15,32 +15,71 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...core.patterns import matches
-from ...nn import QuantizedLinear, SmoothQuantLinear
-from ...schemes import Scheme
+from ...schemes import Choice, Recipe, checkpoint_scheme
 from ..checkpoint.config import parse_config
 from ..checkpoint.storage import Storage
 from ..errors import FlowError
 from .experts import SERIALIZED, expert_sources, float_experts
-from .packed import PackedLinear
+from .live import quantize_loaded
+from .modules import quantized_linear
 from .skeleton import stay_float
 
 METHOD = "baracuda"
 
 
 @register_quantization_config(METHOD)
-class Config(QuantizationConfigMixin):  # type: ignore[misc]
-    """The checkpoint's own quantization_config, under a method that is ours."""
+class BaracudaConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """For `from_pretrained(MODEL, quantization_config=BaracudaConfig("w8a8"))`: the model's Linears as integers.
 
-    def __init__(self, compressed_tensors: dict[str, Any] | None = None, **_: Any) -> None:
+    A float model is quantized while it is loaded, with the layers and the bits of `baracuda quantize`. The schemes are
+    those that need no calibration; `group_size` is that of w4a16, `ignore` names Linears to leave, as patterns. A
+    quantized checkpoint is computed as it is stored, whatever is given here.
+    """
+
+    def __init__(
+        self,
+        scheme: str = "w8a8",
+        *,
+        ignore: Iterable[str] = (),
+        group_size: int | None = None,
+        compressed_tensors: dict[str, Any] | None = None,
+        **_: Any,
+    ) -> None:
         self.quant_method = METHOD
+        self.scheme, self.ignore, self.group_size = scheme, tuple(ignore), group_size
         self.compressed_tensors = compressed_tensors or {}
+        if not self.compressed_tensors:
+            self.recipe()  # says what is wrong with the scheme
+
+    def recipe(self) -> Recipe:
+        """What the checkpoint stores, or else what was asked for."""
+        if self.compressed_tensors:
+            return parse_config(self.compressed_tensors)
+        scheme, smooth = checkpoint_scheme(self.scheme)
+        if smooth or scheme.activation.kind == "static":
+            raise FlowError(
+                f"BaracudaConfig: {self.scheme} needs calibration data, which from_pretrained has not; make a "
+                "checkpoint with `baracuda quantize`, or use w8a8 or w4a16"
+            )
+        if self.group_size is not None:
+            if scheme.weight.group_size is None or self.group_size < 8 or self.group_size % 8:
+                raise FlowError(f"group_size: expected a multiple of 8, for w4a16, got {self.group_size}")
+            scheme = scheme.with_groups(self.group_size)
+        return Recipe(Choice(scheme))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As config.json has it: compressed-tensors' own words where the layers are known."""
+        if self.compressed_tensors:
+            return dict(self.compressed_tensors)
+        asked = {"scheme": self.scheme, "ignore": list(self.ignore), "group_size": self.group_size}
+        return {"quant_method": METHOD, **asked}
 
 
 class FloatExperts(ConversionOps):  # type: ignore[misc]
     """Packed experts, made float for the stack that transformers computes with."""
 
     def __init__(self, quantizer: Any) -> None:
-        self.recipe = parse_config(quantizer.quantization_config.compressed_tensors)
+        self.recipe = quantizer.quantization_config.recipe()
 
     def convert(self, input_dict: Any, *_: Any, model: Any, full_layer_name: str, **__: Any) -> dict[str, Any]:
         storage = Storage(self.recipe.of(full_layer_name).scheme)
@@ -49,27 +88,36 @@ class FloatExperts(ConversionOps):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class Quantizer(HfQuantizer):  # type: ignore[misc]
-    """Puts our modules where the config says, before the weights are loaded."""
+    """Puts our modules where the config says: before the weights are loaded, or, quantizing them, afterwards."""
 
-    serialized_names: ClassVar[dict[str, list[str]]] = {"weight": list(SERIALIZED)}
+    _rules: Sequence[tuple[Any, Any]] = ()
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"dequantize": FloatExperts}
-
-    def update_weight_conversions(self, weight_conversions: list[Any], *model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], *_: Any) -> list[Any]:
         """Build experts from the serialized tensors. All other tensors that transformers joins or cuts are float.
 
-        Some versions of transformers pass the model too, others do not: it is handed on where it is given.
+        Some versions of transformers also pass the model.
         """
-        updated: list[Any] = []
-        for conversion in weight_conversions:
-            serialized = bool(expert_sources(conversion))
-            updated += super().update_weight_conversions([conversion], *model) if serialized else [conversion]
+        updated = [self._collecting(rule) if expert_sources(rule) else rule for rule in weight_conversions]
+        self._rules = list(zip(updated, weight_conversions, strict=True))
         return updated
 
+    def _collecting(self, rule: Any) -> Any:
+        """The rule for stacked experts, which then also takes what packed ones are stored as, and makes them float."""
+        sources = [source.removesuffix("weight") + name for source in expert_sources(rule) for name in SERIALIZED]
+        sources += [source for source in rule.source_patterns if source not in expert_sources(rule)]
+        targets, operations = list(rule._original_target_patterns), [FloatExperts(self), *rule.operations]
+        if hasattr(rule, "copy"):
+            return rule.copy(sources, targets, operations=operations)
+        made = type(rule)(sources, targets, operations)
+        for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
+            if hasattr(rule, name):
+                setattr(made, name, getattr(rule, name))
+        return made
+
     def _process_model_before_weight_loading(self, model: nn.Module, **_: Any) -> None:
-        config = self.quantization_config.compressed_tensors
-        recipe, ignore = parse_config(config), config["ignore"]
+        if not self.pre_quantized:
+            return
+        recipe, ignore = self.quantization_config.recipe(), self.quantization_config.compressed_tensors["ignore"]
         floats = stay_float(model)
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear) or name in floats:
@@ -78,27 +126,33 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
                 model.set_submodule(name, quantized_linear(module, recipe.of(name).scheme, module.weight.dtype))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
+    def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
+        """Quantize a model loaded as floats; check the shapes of others, as transformers does not."""
+        config = self.quantization_config
+        # Saving runs the rules backwards. Experts are float by now, so it takes transformers' own.
+        own = {id(ours): theirs for ours, theirs in self._rules}
+        if hasattr(model, "_weight_conversions"):
+            rules: Any = model._weight_conversions or []
+            model._weight_conversions = [own.get(id(rule), rule) for rule in rules]  # type: ignore[assignment]
+        if not self.pre_quantized:
+            quantize_loaded(model, config.recipe(), config.ignore)
+        for name, tensor in model.state_dict().items() if self.pre_quantized else ():
+            if tensor.shape != self.shapes.get(name, tensor.shape):
+                raise FlowError(
+                    f"{name}: expected {list(self.shapes[name])}, the file has {list(tensor.shape)}; make or download "
+                    "the checkpoint again"
+                )
+        return model
+
     def is_serializable(self) -> bool:
-        return False
+        return True
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Adapters beside the integer linears, which pass gradients to their inputs."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
         """Without this `generate` with a static cache runs eagerly."""
         return True
-
-
-def quantized_linear(linear: nn.Linear, scheme: Scheme, dtype: torch.dtype) -> nn.Module:
-    """A module that computes this scheme, of the shape of a float linear; its weights are loaded afterwards."""
-    n, k, bias, device = linear.out_features, linear.in_features, linear.bias is not None, linear.weight.device
-    size = scheme.weight.group_size
-    if scheme.activation.kind != "static" and scheme.weight.element.is_packed and size is not None:
-        integer = scheme.activation.kind == "dynamic"
-        return PackedLinear(k, n, bias, size, integer_inputs=integer, device=device, dtype=dtype)
-    if scheme.activation.kind == "float" or scheme.weight.element.is_packed:
-        raise FlowError(f"{scheme}: no module computes this scheme from a checkpoint; use w8a8, w4a8 or w4a16")
-    kind = SmoothQuantLinear if scheme.activation.kind == "static" else QuantizedLinear
-    return kind(k, n, bias, device=device, dtype=dtype, **scheme.linear_options)

@@ -227,6 +227,38 @@ def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
                 structure.left[name] = f"servers run it as one layer with {module}, which stays in floating point"
 
 
+def why_float(model: torch.nn.Module, name: str, floats: dict[str, str]) -> str | None:
+    """Why a Linear of a model stays float in every scheme, or None; `floats` is what `stay_float` found."""
+    if _ends_in(name, HEAD):
+        return "the output head"
+    router = "a router, which servers read in floating point" if _is_router(name) else None
+    return router or floats.get(name) or _casts(model, name)
+
+
+def stored_structure(stored: Checkpoint, quantized: list[str]) -> Structure:
+    """The structure of a checkpoint that holds these modules quantized: all its other Linears are left."""
+    structure = Structure("the files", linears={f"{module}.weight": module for module in quantized})
+    handled = {tensor for tensor in stored.where if tensor.rpartition(".")[0] in set(quantized)}
+    model, _ = skeleton(stored.config)
+    if model is not None:
+        structure.names = names = match_names(model, map(float_name, stored.where))
+        for name, module in model.named_modules():
+            own = names.module(name) or name
+            if isinstance(module, torch.nn.Embedding):
+                handled.add(f"{own}.weight")
+            if isinstance(module, torch.nn.Linear):
+                structure.modules[own] = name
+                if own not in quantized:
+                    structure.left[own] = "stored in floating point"
+    _name_the_rest(structure, stored, handled)
+    return structure
+
+
+def float_name(tensor: str) -> str:
+    """The name that a packed weight had before it was quantized."""
+    return tensor.removesuffix("_packed") if tensor.endswith(".weight_packed") else tensor
+
+
 def _casts(model: torch.nn.Module, name: str) -> str | None:
     """Why a Linear stays float although it is only called: its caller casts to `weight.dtype`. Or None."""
     parent, _, leaf = name.rpartition(".")
@@ -268,8 +300,7 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> S
         else:
             structure.modules[stored] = name
             handled.add(f"{stored}.weight")
-            router = "a router, which servers read in floating point" if _is_router(name) else None
-            reason = router or floats.get(name) or _casts(model, name)
+            reason = why_float(model, name, floats)
             if reason is None:
                 structure.linears[f"{stored}.weight"] = stored
             else:

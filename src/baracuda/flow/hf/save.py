@@ -1,0 +1,167 @@
+"""Models with integer linears as checkpoints: what save_pretrained wrote is described from the files themselves."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import BaracudaError
+from ...core.types import ElementKind
+from ...nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
+from ...nn.linear import IntegerLinear
+from ...schemes import ActivationFormat, Choice, Recipe, Scheme, WeightFormat
+from ...schemes.registry import is_checkpoint_scheme
+from ..checkpoint.check import require_stored
+from ..checkpoint.config import quantization_config
+from ..checkpoint.directory import Checkpoint
+from ..checkpoint.fusion import fused_with
+from ..errors import FlowError, some
+from .packed import PackedLinear
+from .structure import stored_structure
+
+
+def save(model: nn.Module, out: str | Path, **options: Any) -> None:
+    """Write a transformers model with integer or QAT linears as a checkpoint, with the scales that it holds.
+
+    QATLinears are stored as the integer linears that they train for, with their observed or learned scales; the model
+    itself stays as it is. Layers that servers fuse share one input scale: the largest of theirs, and a warning says so.
+    The options are those of transformers' `save_pretrained`.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise FlowError(f"baracuda.save: expected a transformers model, got {type(model).__name__}; use torch.save")
+    with _converted(model):
+        if not require_savable(model):
+            raise FlowError("baracuda.save: the model has no integer or QAT linears; save it with save_pretrained")
+        with _shared_input_scales(model):
+            model.save_pretrained(out, **options)
+            describe_saved(out)
+
+
+def require_savable(model: nn.Module) -> list[str]:
+    """The names of the model's integer linears; raises where one of them has no place in a checkpoint."""
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, QATLinear | FakeQuantize):
+            raise FlowError(
+                f"{name}: a {type(module).__name__}, which is for training; baracuda.save writes the integer linears "
+                "that it trains for, baracuda.convert puts them in its place"
+            )
+        if isinstance(module, IntegerLinear) and not is_checkpoint_scheme(scheme_of(module)):
+            raise FlowError(
+                f"{name}: {module} has no layout in checkpoints; expected symmetric w8a8, dynamic or static, or w4a16; "
+                "quantize the model with one of these, or keep its state_dict() with torch.save"
+            )
+        if isinstance(module, IntegerLinear | PackedLinear):
+            found.append(name)
+    return found
+
+
+def scheme_of(module: IntegerLinear) -> Scheme:
+    """What an integer linear computes; ranges that are the scheme's own are not named.
+
+    Servers clamp static activations at -128. Linears that were trained with -127 as their lowest integer count as the
+    same scheme: a value that is clipped there comes out one step lower.
+    """
+    kind = "static" if isinstance(module, SmoothQuantLinear) else "dynamic"
+    usual = type(module)(1, 1, activation=module.activation, mode=module.mode, device="meta")
+    own = module.q_min, module.q_max
+    same = own == (usual.q_min, usual.q_max) or (kind == "static" and own == (-127, 127))
+    ends = (None, None) if same else own
+    weight = WeightFormat(module.weight_element)
+    return Scheme(weight, ActivationFormat(kind, module.activation, module.mode, *ends))  # type: ignore[arg-type]
+
+
+def describe_saved(directory: str | os.PathLike[str]) -> None:
+    """Write the quantization_config that the files of a saved model call for into its config.json."""
+    out = Path(directory)
+    with Checkpoint.open(out) as stored:
+        schemes = {name.rpartition(".")[0]: None for name in stored.where if name.endswith(".weight_scale")}
+        found = {module: _stored_scheme(stored, module) for module in schemes}
+        structure = stored_structure(stored, list(found))
+        config = dict(stored.config)
+    if not found:
+        raise FlowError(f"{out}: expected integer linears in the files that were written, found none")
+    default, _ = Counter(found.values()).most_common(1)[0]
+    names = structure.modules
+    rules = [
+        (f"re:^{re.escape(name)}$", Choice(scheme))
+        for module, scheme in found.items()
+        if scheme != default
+        for name in sorted({module, names.get(module, module)})
+    ]
+    recipe = Recipe(Choice(default), tuple(rules))
+    config["quantization_config"] = quantization_config(recipe, structure.ignore())
+    temporary = out / ".config.json.new"
+    temporary.write_text(json.dumps(config, indent=2) + "\n")
+    temporary.replace(out / "config.json")
+    require_stored(out, recipe)
+
+
+def _stored_scheme(stored: Checkpoint, module: str) -> Scheme:
+    """The scheme of a Linear by the tensors under its name."""
+    if f"{module}.weight_packed" in stored.where:
+        columns = stored.entry(f"{module}.weight_packed").shape[1] * 8
+        size = columns // stored.entry(f"{module}.weight_scale").shape[1]
+        return Scheme(WeightFormat(ElementKind.S4, size), ActivationFormat("float"))
+    kind = "static" if f"{module}.input_scale" in stored.where else "dynamic"
+    return Scheme(WeightFormat(), ActivationFormat(kind))  # type: ignore[arg-type]
+
+
+@contextmanager
+def _converted(model: nn.Module) -> Iterator[None]:
+    """QATLinears replaced by what they train for, for as long as the model is written."""
+    trained = {name: module for name, module in model.named_modules() if isinstance(module, QATLinear)}
+    made: dict[str, QuantizedLinear | SmoothQuantLinear] = {}
+    for name, module in trained.items():
+        try:
+            made[name] = module.convert()
+        except BaracudaError as error:
+            raise FlowError(f"{name}: cannot be saved: {error}") from None
+        for scale in (made[name].weight_scale, getattr(made[name], "input_scale", None)):
+            if scale is not None and not bool((scale > 0).all()):
+                raise FlowError(
+                    f"{name}: cannot be saved: training has made a scale zero or negative; train on with a smaller "
+                    "learning rate for the scales"
+                )
+    try:
+        for name, linear in made.items():
+            model.set_submodule(name, linear)
+        yield
+    finally:
+        for name, module in trained.items():
+            model.set_submodule(name, module)
+
+
+@contextmanager
+def _shared_input_scales(model: nn.Module) -> Iterator[None]:
+    """One input scale for each family of linears that servers fuse, for as long as the model is written."""
+    static = {name: module for name, module in model.named_modules() if isinstance(module, SmoothQuantLinear)}
+    before = {name: module.input_scale for name, module in static.items()}
+    changed = []
+    for name, module in static.items():
+        family = [static[other] for other in fused_with(name) if other in static]
+        largest = torch.stack([before[other] for other in fused_with(name) if other in static]).amax(0)
+        if len(family) > 1 and not torch.equal(largest, module.input_scale):
+            module.input_scale = largest
+            changed.append(name)
+    if changed:
+        warnings.warn(
+            f"servers run {some(changed)} as one layer with their neighbours and keep one input scale for it: the "
+            "largest of the layer is written",
+            stacklevel=4,
+        )
+    try:
+        yield
+    finally:
+        for name, module in static.items():
+            module.input_scale = before[name]
