@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...core.versions import why_unfit
 from ..errors import CheckpointError, FlowError
 from .surroundings import taken_apart
 
@@ -27,9 +28,11 @@ MAX_REPEATS, MAX_EXPERTS = 10_000, 100_000
 
 def require_transformers(why: str) -> None:
     try:
-        import transformers  # noqa: F401
+        import transformers
     except ImportError:
         raise FlowError(f"{why}: pip install 'baracuda[flow]'") from None
+    if (unfit := why_unfit("transformers", transformers.__version__)) is not None:
+        raise FlowError(f"{why}: {unfit}")
 
 
 @contextmanager
