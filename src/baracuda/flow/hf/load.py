@@ -15,7 +15,7 @@ from ..checkpoint.config import parse_config
 from ..checkpoint.directory import read_json
 from ..checkpoint.storage import STORED
 from ..errors import FlowError, some
-from .packed import compute_in_integers
+from .hub import local_directory
 from .skeleton import model_class, model_config, quiet, require_transformers
 
 
@@ -30,6 +30,7 @@ def load(
 ) -> Any:
     """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
 
+    `out` is a directory, or the id of a model on the Hugging Face Hub, taken from the local cache or downloaded.
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
@@ -38,7 +39,7 @@ def load(
     """
     if device is not None and device_map is not None:
         raise FlowError(f"baracuda.load: expected device or device_map, got both ({device}, {device_map}); drop one")
-    directory, place = Path(out), resolve_device("cpu" if device is None else device)
+    directory, place = local_directory(out), resolve_device("cpu" if device is None else device)
     quantization = read_json(directory / "config.json").get("quantization_config")
     if quantization is None:
         raise FlowError(f"{directory}: its config.json has no quantization_config; transformers loads it as it is")
@@ -59,7 +60,7 @@ def load(
         model = read_model(directory, config, dtype or "auto", device_map=device_map, **options)
     else:
         model = read_model(directory, config, dtype or "auto", **options).to(place)
-    model = compute_in_integers(model).eval()
+    model = model.eval()
     if merge:
         merge_siblings(model)
     return model

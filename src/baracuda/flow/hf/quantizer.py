@@ -22,6 +22,7 @@ from ..errors import FlowError
 from .experts import SERIALIZED, expert_sources, float_experts
 from .live import quantize_loaded
 from .modules import quantized_linear
+from .packed import compute_in_integers
 from .skeleton import stay_float
 
 METHOD = "baracuda"
@@ -142,7 +143,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
                     f"{name}: expected {list(self.shapes[name])}, the file has {list(tensor.shape)}; make or download "
                     "the checkpoint again"
                 )
-        return model
+        return compute_in_integers(model)
 
     def is_serializable(self) -> bool:
         return True

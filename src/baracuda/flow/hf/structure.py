@@ -10,7 +10,7 @@ import torch
 from ...core.patterns import matches
 from ...schemes import Choice, Recipe
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.fusion import fused_with
+from ..checkpoint.fusion import fused_with, unserved_groups
 from ..checkpoint.storage import FLOATS, Storage
 from ..errors import CheckpointError, FlowError, some
 from .experts import stacked_experts, unstacked_experts
@@ -76,6 +76,8 @@ class Structure:
                 "baracuda.load and servers read; its own reader of compressed-tensors looks for quantized ones only, "
                 "and would start with random values instead."
             )
+        if (unserved := unserved_groups(c.scheme.weight.group_size for c in self.choices.values())) is not None:
+            notes.append(unserved)
         return notes
 
     def joined(self) -> list[str]:

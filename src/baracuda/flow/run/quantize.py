@@ -12,6 +12,7 @@ import torch
 from ...plans.plan import resolve_device
 from ..checkpoint.directory import Checkpoint
 from ..errors import RESUME, FlowError, os_errors_explained
+from ..hf.hub import local_directory
 from .distributed import team
 from .options import Options, Progress
 from .steps import Run
@@ -38,6 +39,8 @@ def quantize_checkpoint(
     one_shot: bool = False,
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
+
+    `model_dir` may also be the id of a model on the Hugging Face Hub, from the local cache or downloaded.
 
     - `scheme`: `"w8a8"`, `"w8a8-static"`, `"w4a8"` or `"w4a16"`; `"w8a8-smoothquant"` is `"w8a8"` with `smooth=True`.
       `activations`: `"dynamic"`, a scale per token at run time, or `"static"`, one per tensor from calibration.
@@ -73,7 +76,7 @@ def quantize_checkpoint(
     )
     plan = options.plan()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
-    with os_errors_explained(out, RESUME), team() as ranks, Checkpoint.open(Path(model_dir)) as source:
+    with os_errors_explained(out, RESUME), team() as ranks, Checkpoint.open(local_directory(model_dir)) as source:
         run = Run(
             source,
             out,

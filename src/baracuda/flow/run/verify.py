@@ -8,6 +8,7 @@ from pathlib import Path
 from ..checkpoint.check import Check, Finding
 from ..checkpoint.compare import compare
 from ..hf.expectations import check_model
+from ..hf.hub import local_directory
 
 #: Enough to see what is wrong; a damaged file can produce one for every tensor.
 MAX_FINDINGS = 200
@@ -18,8 +19,8 @@ def verify(out: str | Path, against: str | Path | None = None) -> list[Finding]:
 
     Every element of every tensor is compared, except in the tensors that smoothing has changed on purpose.
     """
-    check = Check(Path(out))
-    _run(check, Path(against) if against is not None else None)
+    check = Check(local_directory(out))
+    _run(check, local_directory(against) if against is not None else None)
     return check.findings[:MAX_FINDINGS]
 
 
