@@ -1,7 +1,7 @@
-"""What baracuda adds to transformers, from the moment that a program has imported both; importing neither waits for it.
+"""What baracuda adds to transformers and PEFT, from the moment that a program has imported both; neither waits for it.
 
-`from_pretrained` then computes a checkpoint of ours in integers, and `save_pretrained` writes integer linears as what
-they are. `flow.hf.takeover` has the additions.
+`from_pretrained` then computes a checkpoint of ours in integers, `save_pretrained` writes integer linears as what they
+are, and LoRA adapters go on them.
 """
 
 from __future__ import annotations
@@ -15,30 +15,40 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-#: The module that loads and saves models: nothing can be done before a program has it.
-WATCHED = "transformers.modeling_utils"
+#: A module that is added to, one of its names (it is not there while the module is still being imported), and ours with
+#: the additions.
+WATCHED = {
+    "transformers.modeling_utils": ("PreTrainedModel", "flow.hf.takeover"),
+    "peft.tuners.lora.model": ("LoraModel", "flow.hf.lora"),
+}
 
 
 def watch() -> None:
-    """Install the additions now, where transformers is loaded, or else as soon as it is."""
-    module = sys.modules.get(WATCHED)
-    if module is not None and hasattr(module, "PreTrainedModel"):
-        _install()
-    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())
+    """Install the additions to what is loaded now, and to the rest as soon as it is."""
+    later = set()
+    for name, (member, _) in WATCHED.items():
+        if hasattr(sys.modules.get(name), member):
+            _install(name)
+        else:
+            later.add(name)
+    if later and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(later))
 
 
-def _install() -> None:
-    importlib.import_module(f"{__package__}.flow.hf.takeover").install()
+def _install(name: str) -> None:
+    importlib.import_module(f"{__package__}.{WATCHED[name][1]}").install()
 
 
 class _Finder(MetaPathFinder):
-    """Finds the one module, by asking the other finders, and steps aside."""
+    """Finds each of these modules once, by asking the other finders."""
+
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != WATCHED:
+        if name not in self._names:
             return None
-        sys.meta_path.remove(self)
+        self._names.remove(name)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader)
@@ -60,4 +70,4 @@ class _Loader(Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _install()
+        _install(module.__name__)

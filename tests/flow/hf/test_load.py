@@ -248,24 +248,14 @@ def test_an_error_about_a_checkpoint_survives_the_way_between_processes() -> Non
 
 
 @pytest.mark.parametrize("given", [(), ("the model",)], ids=["without the model", "with the model"])
-def test_the_quantizer_serves_both_signatures_of_transformers(
-    given: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_quantizer_serves_both_signatures_of_transformers(given: tuple[str, ...]) -> None:
     """Versions differ in whether they pass the model when they ask for the conversions of weights."""
-    from baracuda.flow.hf.quantizer import HfQuantizer, Quantizer
+    from transformers.core_model_loading import MergeModulelist, WeightConverter
 
-    class Conversion:
-        def __init__(self, *names: str) -> None:
-            self.source_patterns = names
+    from baracuda.flow.hf.quantizer import BaracudaConfig, Quantizer
 
-    asked = []
-
-    def update(self: object, conversions: list[object], *model: str) -> list[object]:
-        asked.append((conversions, model))
-        return [*conversions, "more"]
-
-    monkeypatch.setattr(HfQuantizer, "update_weight_conversions", update)
-    experts, other = Conversion("experts.*.up.weight"), Conversion("q.weight", "k.weight")
-    quantizer = Quantizer.__new__(Quantizer)
-    assert quantizer.update_weight_conversions([experts, other], *given) == [experts, "more", other]
-    assert asked == [([experts], given)]
+    experts = WeightConverter("experts.*.up.weight", "experts.up", [MergeModulelist(0)])
+    other = WeightConverter("q.*.weight", "qkv.weight", [MergeModulelist(0)])
+    changed, same = Quantizer(BaracudaConfig()).update_weight_conversions([experts, other], *given)
+    assert same is other and "experts.*.up.weight_packed" in changed.source_patterns
+    assert len(changed.operations) == 2 and changed.target_patterns == experts.target_patterns

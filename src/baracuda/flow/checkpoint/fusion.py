@@ -22,7 +22,8 @@ def unserved_groups(sizes: Iterable[int | None]) -> str | None:
     odd = sorted({size for size in sizes if size is not None} - set(SERVED_GROUPS))
     if not odd:
         return None
+    sizes_served = ", ".join(map(str, SERVED_GROUPS))
     return (
-        f"Groups of {', '.join(map(str, odd))} are read by baracuda.load and by transformers; vLLM's kernels take groups "
-        f"of {', '.join(map(str, SERVED_GROUPS))}, and it may refuse this checkpoint."
+        f"Groups of {', '.join(map(str, odd))} are read by baracuda.load and transformers; vLLM's kernels take groups "
+        f"of {sizes_served}, and it may refuse this checkpoint."
     )

@@ -33,7 +33,7 @@ def local_directory(name: str | Path) -> Path:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise FlowError(
-            f"{name}: expected a model directory or the id of a model on the Hugging Face Hub; no such directory is here, "
+            f"{name}: expected a model directory or the id of a model on the Hugging Face Hub; there is no directory, "
             f"the model is not in the local cache, and it cannot be downloaded from here ({type(error).__name__}: "
             f"{reason}). Where the Hub can be reached: hf download {name}"
         ) from None

@@ -55,7 +55,7 @@ def load(
     from .quantizer import METHOD  # needs transformers, and registers our quantizer with it
 
     config = model_config(directory)
-    config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization}
+    config.quantization_config = {"quant_method": METHOD, "compressed_tensors": quantization, "checked": True}
     if device_map is not None:
         model = read_model(directory, config, dtype or "auto", device_map=device_map, **options)
     else:
