@@ -14,6 +14,8 @@ import pytest
 import serving
 import torch
 
+from baracuda.flow.checkpoint.tensorfile import read_tensors
+
 pytest.importorskip("vllm", reason="make vllm runs these")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -113,3 +115,38 @@ def linears(llm: Any) -> list[Any]:
 
 def kernel_of(layer: Any) -> str:
     return type(layer.scheme.kernel).__name__
+
+
+class Loaded(Exception):
+    """Ends the start of an engine: what was to be seen has been seen."""
+
+
+def test_vllms_loader_puts_four_bit_experts_where_they_belong(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels for them need a GPU, or a CPU with AMX; its loader does not."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_wna16 as moe,
+    )
+
+    taken: dict[str, torch.Tensor] = {}
+
+    def take(self: Any, layer: Any) -> None:
+        taken.update({name: parameter.data.clone() for name, parameter in layer.named_parameters()})
+        raise Loaded
+
+    monkeypatch.setattr(moe, "select_wna16_moe_backend", lambda **_: (WNA16MoEBackend.CPU, None))
+    monkeypatch.setattr(moe.CompressedTensorsWNA16MoEMethod, "process_weights_after_loading", take)
+    out = serving.checkpoint("mixtral", "w4a16", checkpoints)
+    with pytest.raises(Loaded), serving.served(out, dtype=torch.bfloat16):
+        pass
+    cleanup_dist_env_and_memory()
+    stored = read_tensors(out / "model.safetensors")
+    for expert in range(4):
+        names = {leaf: f"model.layers.0.block_sparse_moe.experts.{expert}.{leaf}" for leaf in ("w1", "w2", "w3")}
+        for part in ("weight_packed", "weight_scale"):
+            w1, w2, w3 = (stored[f"{names[leaf]}.{part}"].to(taken[f"w2_{part}"].dtype) for leaf in ("w1", "w2", "w3"))
+            assert torch.equal(taken[f"w13_{part}"][expert], torch.cat([w1, w3]))
+            assert torch.equal(taken[f"w2_{part}"][expert], w2)
