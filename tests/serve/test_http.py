@@ -24,7 +24,7 @@ import baracuda
 
 pytest.importorskip("vllm", reason="make vllm runs these")
 pytestmark = pytest.mark.filterwarnings("ignore")
-PATIENCE = 300  # seconds until it answers
+PATIENCE = 600  # seconds until it answers
 
 
 def test_the_server_answers_with_the_tokens_of_baracuda_load(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The rules of vLLM's compressed-tensors loader, written down and asked of what is written: it cannot be run here.
+"""The rules of vLLM's compressed-tensors loader, written down and asked of what is written.
+
+tests/serve runs vLLM itself, on CPUs; this holds for what only GPUs run.
 
 A layer is looked up by its name in vLLM's model: Linears that it fuses under the names of their shards, experts under
 `<experts>.0.gate_proj` whatever the checkpoint calls them. Ignored layers are float, all others have one scheme.

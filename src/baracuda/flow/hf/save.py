@@ -43,8 +43,8 @@ def save(model: nn.Module, out: str | Path, **options: Any) -> None:
         if not require_savable(model):
             raise FlowError("baracuda.save: the model has no integer or QAT linears; save it with save_pretrained")
         with _shared_input_scales(model):
-            model.save_pretrained(out, **options)
-            describe_saved(out)
+            written: Any = model
+            written.save_pretrained(out, **options)  # which describes what it wrote
 
 
 def require_savable(model: nn.Module) -> list[str]:
