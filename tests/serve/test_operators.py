@@ -56,6 +56,17 @@ def test_four_bit_weights_are_those_of_their_groups(dtype: torch.dtype) -> None:
     assert torch.equal(operators.call.int4_linear(x(5, dtype=dtype), weight, scale, None, 32), expected)
 
 
+def test_a_kernel_for_four_bit_weights_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the reference stands for it."""
+    weight, scale = four_bits()
+    bias = torch.randn(48)
+    made = operators.call.int4_linear(x(5), weight, scale, bias, 32)
+    monkeypatch.setattr(operators, "has_kernel", lambda *_: True)
+    called = operators.call.int4_linear(x(5), weight, scale, bias, 32)
+    assert torch.equal(called, baracuda.weight_only_linear(x(5), weight, scale, bias, weight_element="s4"))
+    assert torch.allclose(called, made, atol=1e-5)
+
+
 def test_a_server_compiles_each_operator_once_for_any_number_of_tokens() -> None:
     module, (weight, scale) = QuantizedLinear.from_float(linear()), four_bits()
     static = SmoothQuantLinear.from_float(linear(), 0.03)

@@ -6,13 +6,17 @@ chosen then, from the cache of plans; nothing waits for the device, so a CUDA gr
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from ..core.scope import PerGroup
-from ..core.types import DynamicRangeMode
-from ..functional import dequantize, quantize, quantized_linear, smoothquant_linear
+from ..core.types import BackendKind, DynamicRangeMode
+from ..functional import dequantize, quantize, quantized_linear, smoothquant_linear, weight_only_linear
+from ..plans.declarations import WeightOnlyLinearPlan
+from ..plans.descriptors import WeightOnlyLinearDescriptor
 
 _LIBRARY = torch.library.Library("baracuda_serve", "DEF")  # type: ignore[no-untyped-call]
 
@@ -54,10 +58,23 @@ def int8_static_linear(
 
 
 def int4_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, group_size: int) -> Tensor:
-    """x @ W.T + bias in x's type, s4 weights in groups: two's complement pairs in bytes, `[N, K / 2]`."""
+    """x @ W.T + bias in x's type, s4 weights in groups: two's complement pairs in bytes, `[N, K / 2]`.
+
+    Where no kernel multiplies by them as they are, the weight is made float first: the reference would be slow.
+    """
+    if has_kernel(x.device, x.dtype, x[..., 0].numel(), weight.shape[0], x.shape[-1], group_size):
+        return weight_only_linear(x, weight, weight_scale, _as(bias, x), weight_element="s4")
     scale = weight_scale if weight_scale.dtype is x.dtype else weight_scale.float()
     whole = dequantize(weight, scale, scope=PerGroup(group_size), element="s4", dtype=x.dtype)
     return functional.linear(x, whole, _as(bias, x))
+
+
+@lru_cache(maxsize=4096)
+def has_kernel(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> bool:
+    """Whether something faster than the reference multiplies floats by 4-bit weights of this shape."""
+    group = group_size if group_size < k else 0
+    descriptor = WeightOnlyLinearDescriptor(m, n, k, weight_group=group, activation_element=dtype)
+    return WeightOnlyLinearPlan.select(descriptor, device=device).sku().backend is not BackendKind.REFERENCE
 
 
 def _as(bias: Tensor | None, x: Tensor) -> Tensor | None:

@@ -18,7 +18,7 @@ TABLES = {
     "w8a8": ("_POSSIBLE_INT8_KERNELS", "BaracudaInt8LinearKernel"),
     "w4a16": ("_POSSIBLE_KERNELS", "BaracudaInt4LinearKernel"),
 }
-#: 4-bit weights are made float for each call, which vLLM's own kernels do not: only on request.
+#: 4-bit weights are made float for each call where no kernel takes them, as vLLM's own do: only on request.
 DEFAULT = "w8a8"
 OFF = ("", "0", "off", "none")
 #: Inside vLLM's own, whose handler prints it.
