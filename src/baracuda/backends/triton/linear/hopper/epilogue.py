@@ -97,7 +97,8 @@ def scaled(acc, row, column, M, N, scales, terms, KINDS: gl.constexpr):
 @gluon.jit
 def completed(y, row, column, M, N, terms, KINDS: gl.constexpr, OUT: gl.constexpr):
     """nonlinearity(y) + residual, rounded once more to the output's type."""
-    y = nonlinear(y, KINDS.nonlinearity, False)
+    NONLINEARITY: gl.constexpr = KINDS.nonlinearity  # a name: Triton 3.6 passes no field of a constant on
+    y = nonlinear(y, NONLINEARITY, False)
     if KINDS.residual:
         place = by_token(row.to(gl.int64) * N, KINDS) + by_column(column, KINDS)
         inside = by_token(row < M, KINDS) & by_column(column < N, KINDS)
