@@ -89,7 +89,7 @@ class Launches:
         bias, shape = self._operands[2], x.shape
         if not shape or (bias is not None and bias.dtype not in (torch.float32, x.dtype)):
             return None
-        m, k, n = prod(shape[:-1]), shape[-1], linear.out_features
+        m, k, n = prod(shape[:-1]), shape[-1], self._operands[0].shape[0]  # of a shard, fewer than out_features
         spec = dynamic_spec(
             x.dtype,
             PerTensor(),
