@@ -143,11 +143,12 @@ def test_the_pass_leaves_training_and_inputs_as_they_were() -> None:
     assert model.training and not model.a.training and torch.equal(x, INPUTS[0])
 
 
-def test_a_loaded_checkpoint_is_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"scheme": "w8a8"}, {"scheme": "w4a8", "group_size": 32}], ids=str)
+def test_a_loaded_checkpoint_is_merged(options: dict[str, Any], tmp_path: Path) -> None:
     from baracuda.flow import quantize_checkpoint
 
     models.save("llama", tmp_path / "model")
-    quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)
     model, alone = baracuda.load(tmp_path / "out"), baracuda.load(tmp_path / "out", merge=False)
     assert len(merge_siblings(model).merged) == 4
     assert not any(siblings_of(module) for module in alone.modules())

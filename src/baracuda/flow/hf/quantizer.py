@@ -139,13 +139,19 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             model._weight_conversions = [own.get(id(rule), rule) for rule in rules]  # type: ignore[assignment]
         if not self.pre_quantized:
             quantize_loaded(model, config.recipe(), config.ignore)
-        for name, tensor in model.state_dict().items() if self.pre_quantized and not config.checked else ():
-            if tensor.shape != self.shapes.get(name, tensor.shape):
-                raise FlowError(
-                    f"{name}: expected {list(self.shapes[name])}, the file has {list(tensor.shape)}; make or download "
-                    "the checkpoint again"
-                )
-        return compute_in_integers(model)
+            return compute_in_integers(model)
+        for name, tensor in model.state_dict().items():
+            if tensor.shape == self.shapes.get(name, tensor.shape):
+                continue
+            if config.checked:
+                return model  # the reader names every tensor of another shape
+            raise FlowError(
+                f"{name}: expected {list(self.shapes[name])}, the file has {list(tensor.shape)}; make or download "
+                "the checkpoint again"
+            )
+        computing = compute_in_integers(model)
+        self.shapes = {name: tensor.shape for name, tensor in computing.state_dict().items()}
+        return computing
 
     def is_serializable(self) -> bool:
         return True
