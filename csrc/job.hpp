@@ -135,6 +135,22 @@ struct Dot {
     char* prepared;  // the activations as the product wants them: prepared_bytes of them, from a multiple of 64 on
 };
 
+// The operands of a linear of float activations and integer weights; one scale and zero point for `group` weights.
+struct FloatWeights {
+    const char* x;
+    int64_t x_pitch;
+    const char* w;
+    int weight;  // S8, S4 or U4
+    int64_t w_pitch;
+    const void* scale;
+    int scale_code;
+    int64_t scale_pitch;
+    const int32_t* zero_point;  // or none
+    int64_t zero_point_pitch;
+    int64_t group;   // not 0; at least k where a row has one
+    char* prepared;  // the activations in the math type, rows padded to a multiple of 32
+};
+
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
 struct Kernels {
     void (*elementwise)(const Job&, int64_t part, int64_t parts);
@@ -162,6 +178,8 @@ struct LinearKernels {
     void (*epilogue)(const Epilogue&, const int32_t* acc, int64_t part, int64_t parts);
     void (*prepare)(const Epilogue&, const Dot&);
     void (*multiply)(const Epilogue&, const Dot&, int64_t part, int64_t parts);
+    void (*prepare_floats)(const Epilogue&, const FloatWeights&);
+    void (*multiply_floats)(const Epilogue&, const FloatWeights&, int64_t part, int64_t parts);
 };
 
 }  // namespace baracuda

@@ -11,6 +11,12 @@ namespace {
 // Bytes of weights that a thread takes at a time: enough to be worth the taking, few enough to even out the threads.
 constexpr int64_t PART_BYTES = 48 << 10, LEAST_ROWS = 16;
 
+int64_t parts_of(int64_t n, int64_t k, int weight, int64_t threads) {
+    if (threads == 1) return 1;
+    const int64_t bytes = is_packed(weight) ? packed(k) : k, rows = PART_BYTES / (bytes ? bytes : 1);
+    return (n + (rows < LEAST_ROWS ? LEAST_ROWS : rows) - 1) / (rows < LEAST_ROWS ? LEAST_ROWS : rows);
+}
+
 class Linear {
     int64_t m_, n_, k_;
     int element_, quantized_, weight_, activation_;
@@ -97,9 +103,6 @@ public:
             job = quantization_->found(x, x_pitch, reinterpret_cast<uint64_t>(e.scale_a),
                                        reinterpret_cast<uint64_t>(e.zero_point), act_q);
         }
-        const int64_t bytes = dot.w_packed ? packed(k_) : k_;
-        int64_t rows = bytes ? PART_BYTES / bytes : n_;
-        rows = rows < LEAST_ROWS ? LEAST_ROWS : rows;
         threads = checked_threads(threads, product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)));
         auto part = [&](int64_t i, int64_t of) { isa->linears->multiply(e, dot, i, of); };
         nb::gil_scoped_release released;
@@ -109,7 +112,7 @@ public:
             if (quantization_) isa->kernels->fused_range(job, 0, 1);
             if (n_) isa->linears->prepare(e, dot);
         }
-        if (n_) share_out(threads, threads == 1 ? 1 : (n_ + rows - 1) / rows, part);
+        if (n_) share_out(threads, parts_of(n_, k_, weight_, threads), part);
     }
 
 private:
@@ -157,6 +160,57 @@ private:
     }
 };
 
+// The linear of float activations and integer weights.
+class WeightOnlyLinear {
+    int64_t m_, n_, k_;
+    int element_, weight_, activation_;
+    int64_t group_;
+
+public:
+    // `group`: 0, or the number of weights along k that share a scale and a zero point.
+    WeightOnlyLinear(int64_t m, int64_t n, int64_t k, int element, int weight, int activation, int64_t group)
+        : m_(m), n_(n), k_(k), element_(checked_float(element)), weight_(weight), activation_(activation), group_(group) {
+        require(weight == S8 || weight == S4 || weight == U4, "an s8, s4 or u4 weight");
+        require(activation >= NONE && activation < ACTIVATION_COUNT, "an activation code");
+        require(group >= 0 && (group == 0 || k % group == 0), "groups that divide k");
+        product(product(m, n), 8), product(product(m, k + 32), 8), product(product(n, k), 8);
+    }
+
+    int64_t workspace() const { return m_ * ((k_ + 31) / 32 * 32) * (element_ == F64 ? 8 : 4); }
+
+    void run(uint64_t x, int64_t x_pitch, uint64_t weight, int64_t weight_pitch, uint64_t scale, int scale_code,
+             int64_t scale_pitch, uint64_t zero_point, int64_t zero_point_pitch, uint64_t bias, int bias_code,
+             uint64_t residual, int64_t residual_pitch, uint64_t workspace_address, uint64_t out, int64_t threads) const {
+        const int64_t segments = group_ ? k_ / group_ : 1;
+        FloatWeights f{};
+        f.x = checked(x, m_ * k_, "activation"), f.x_pitch = checked_pitch(x_pitch, k_);
+        f.w = checked(weight, n_ * k_, "weight_q"), f.weight = weight_;
+        f.w_pitch = checked_pitch(weight_pitch, is_packed(weight_) ? packed(k_) : k_);
+        f.scale = checked(scale, n_ * segments, "weight_scale"), f.scale_code = checked_float(scale_code);
+        f.scale_pitch = checked_pitch(scale_pitch, segments);
+        f.zero_point = reinterpret_cast<const int32_t*>(zero_point);
+        f.zero_point_pitch = checked_pitch(zero_point_pitch, segments);
+        f.group = group_ ? group_ : (k_ + 31) / 32 * 32;
+        f.prepared = checked(workspace_address, workspace(), "workspace");
+        require(workspace_address % 16 == 0, "a workspace that begins at a multiple of 16");
+        Epilogue e{};
+        e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.activation = activation_;
+        e.out = checked(out, m_ * n_, "output");
+        e.scale_a_number = e.scale_w_number = 1;
+        e.bias = reinterpret_cast<const void*>(bias), e.bias_code = checked_float(bias_code);
+        e.residual = reinterpret_cast<const char*>(residual), e.residual_pitch = checked_pitch(residual_pitch, n_);
+        threads = checked_threads(threads, product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)));
+        auto part = [&](int64_t i, int64_t of) { isa->linears->multiply_floats(e, f, i, of); };
+        nb::gil_scoped_release released;
+        if (m_ * n_ == 0) return;
+        {
+            PlainFloats plain;
+            isa->linears->prepare_floats(e, f);
+        }
+        share_out(threads, parts_of(n_, k_, weight_, threads), part);
+    }
+};
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -170,6 +224,11 @@ void bind_linear(nb::module_& m) {
         .def("shift", &Linear::shift)
         .def("epilogue", &Linear::epilogue)
         .def("run", &Linear::run);
+    nb::class_<WeightOnlyLinear>(m, "WeightOnlyLinear")
+        .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int64_t>(), nb::arg("m"), nb::arg("n"), nb::arg("k"),
+             nb::arg("element"), nb::arg("weight"), nb::arg("activation"), nb::arg("group") = 0)
+        .def("workspace", &WeightOnlyLinear::workspace)
+        .def("run", &WeightOnlyLinear::run);
 }
 
 }  // namespace baracuda

@@ -126,3 +126,32 @@ class Linear:
         threads: int,
         /,
     ) -> None: ...
+
+class WeightOnlyLinear:
+    """A linear of [m, k] floats and an [n, k] integer weight, with a scale and a zero point for each `group` of k.
+
+    The order of the sums is fixed: the bits of a row depend on neither the other rows, the threads nor the processor.
+    """
+
+    def __init__(self, m: int, n: int, k: int, element: int, weight: int, activation: int, group: int = 0) -> None: ...
+    def workspace(self) -> int: ...
+    def run(
+        self,
+        x: int,
+        x_pitch: int,
+        weight: int,
+        weight_pitch: int,
+        scale: int,
+        scale_code: int,
+        scale_pitch: int,
+        zero_point: int,
+        zero_point_pitch: int,
+        bias: int,
+        bias_code: int,
+        residual: int,
+        residual_pitch: int,
+        workspace: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...

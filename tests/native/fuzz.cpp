@@ -244,6 +244,36 @@ void linear(const std::vector<Isa>& all) {
     }
 }
 
+void weight_only(const std::vector<Isa>& all) {
+    const int kinds[] = {S8, S4, U4};
+    const int element = int(upto(3)), weight = kinds[upto(2)];
+    const int64_t m = 1 + upto(18), n = 1 + upto(70), size = bytes_of(element), wide = element == F64 ? 8 : 4;
+    const int64_t group = upto(2) ? (upto(1) ? 32 * (1 + upto(4)) : 1 + upto(70)) : 0;
+    const int64_t k = group ? group * upto(12) : upto(700), segments = group ? k / group : 1;
+    Buffer x(m * k * size), w(n * (is_packed(weight) ? packed(k) : k)), scale(n * segments * 4), zero_point(n * segments * 4);
+    Buffer prepared(m * ((k + 31) / 32 * 32) * wide), first(m * n * size), out(m * n * size), bias(n * 4);
+    FloatWeights f{};
+    f.x = x.data.get(), f.x_pitch = k, f.w = w.data.get(), f.weight = weight;
+    f.w_pitch = is_packed(weight) ? packed(k) : k;
+    f.scale = scale.data.get(), f.scale_code = F32, f.scale_pitch = f.zero_point_pitch = segments;
+    f.zero_point = upto(1) ? reinterpret_cast<int32_t*>(zero_point.data.get()) : nullptr;
+    f.group = group ? group : (k + 31) / 32 * 32, f.prepared = prepared.data.get();
+    Epilogue e{};
+    e.m = m, e.n = n, e.k = k, e.element = element, e.activation = int(upto(ACTIVATION_COUNT - 1));
+    e.scale_a_number = e.scale_w_number = 1, e.bias = upto(1) ? bias.data.get() : nullptr, e.bias_code = F32;
+    for (size_t i = 0; i < all.size(); ++i) {
+        e.out = i ? out.data.get() : first.data.get();
+        PlainFloats plain;
+        all[i].linears->prepare_floats(e, f);
+        auto part = [&](int64_t j, int64_t of) { all[i].linears->multiply_floats(e, f, j, of); };
+        share_out(1 + upto(2), 1 + upto(9), part);
+        if (i && memcmp(first.data.get(), out.data.get(), first.size)) {
+            printf("weight-only %ld %ld %ld group %ld differs on %s\n", long(m), long(n), long(k), long(group), all[i].name);
+            exit(1);
+        }
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -252,6 +282,7 @@ int main(int argc, char** argv) {
     const std::vector<Isa> all = isas();
     for (long round = 0; round < rounds; ++round) {
         if (round % 8 == 0) linear(all);
+        if (round % 8 == 4) weight_only(all);
         Case c;
         build(c);
         const Problem& p = c.job.p;

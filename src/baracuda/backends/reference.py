@@ -328,7 +328,7 @@ def _weight_only_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
     p = see.p
     q = cast(Tensor, weight_q)
     q = unpack_int4(q, p.weight, p.shape[2]) if p.weight.is_packed else q
-    groups = q.reshape(*cast(Tensor, weight_scale).shape, -1).to(torch.float64)
+    groups = q.reshape(*cast(Tensor, weight_scale).shape, p.weight_group or p.shape[2]).to(torch.float64)
     if weight_zero_point is not None:
         groups = groups - cast(Tensor, weight_zero_point)[:, :, None]
     weight = (groups * cast(Tensor, weight_scale).to(torch.float64)[:, :, None]).reshape(q.shape)

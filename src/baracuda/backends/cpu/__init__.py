@@ -50,6 +50,18 @@ def _linear_workspace(problem: Problem, device: torch.device) -> int:
     return linear.Layout(problem).size
 
 
+def _bind_weight_only(problem: Problem, device: torch.device) -> Launch:
+    from . import weight_only
+
+    return weight_only.bind(problem)
+
+
+def _weight_only_workspace(problem: Problem, device: torch.device) -> int:
+    from . import weight_only
+
+    return weight_only.native_linear(problem).workspace()
+
+
 _ELEMENTWISE = frozenset(
     {
         QuantizeKind.QUANTIZE,
@@ -84,6 +96,16 @@ KERNELS = (
         declines=_declines,
         bind=_bind_linear,
         workspace=_linear_workspace,
+        arch=_arch,
+        strides="rows",
+    ),
+    Kernel(
+        name="weight_only",
+        backend=BackendKind.CPU,
+        ops=frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR}),
+        declines=_declines,
+        bind=_bind_weight_only,
+        workspace=_weight_only_workspace,
         arch=_arch,
         strides="rows",
     ),

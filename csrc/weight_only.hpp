@@ -1,0 +1,222 @@
+// Linears of float activations and integer weights. Included once per instruction set.
+//
+// The order of a sum is fixed, so that a row's bits depend on nothing but the row: w[k] = T(q[k] - zero point) * scale,
+// rounded; lane k mod 32 adds up x[k] * w[k] in the order of k, from zero, each product and each sum rounded; lanes 2i and
+// 2i + 1 are added; then the upper half of the lanes to the lower half until one is left. T is f32, or f64 for f64.
+#pragma once
+#include "few_rows.hpp"
+
+namespace baracuda {
+namespace {
+
+constexpr int64_t LANES = 32;
+
+// 32 weights or sums: those of even k, then those of odd k.
+template <class M>
+struct Block {
+    M even[LANES / 2], odd[LANES / 2];
+
+    static Block zero() { return {}; }
+    static Block load(const M* from) {
+        Block block;
+        memcpy(&block, from, sizeof(block));
+        return block;
+    }
+    ALWAYS_INLINE void add_product(const M* x, const Block& w) {
+        for (int i = 0; i < LANES / 2; ++i) even[i] = even[i] + x[i] * w.even[i];
+        for (int i = 0; i < LANES / 2; ++i) odd[i] = odd[i] + x[LANES / 2 + i] * w.odd[i];
+    }
+    ALWAYS_INLINE M total() const {
+        M lanes[LANES / 2];
+        for (int i = 0; i < LANES / 2; ++i) lanes[i] = even[i] + odd[i];
+        for (int half = LANES / 4; half; half /= 2)
+            for (int i = 0; i < half; ++i) lanes[i] = lanes[i] + lanes[i + half];
+        return lanes[0];
+    }
+};
+
+#if defined(__AVX512F__)
+template <>
+struct Block<float> {
+    __m512 even, odd;
+
+    static Block zero() { return {_mm512_setzero_ps(), _mm512_setzero_ps()}; }
+    static Block load(const float* from) { return {_mm512_loadu_ps(from), _mm512_loadu_ps(from + LANES / 2)}; }
+    ALWAYS_INLINE void add_product(const float* x, const Block& w) {
+        even = _mm512_add_ps(even, _mm512_mul_ps(_mm512_loadu_ps(x), w.even));
+        odd = _mm512_add_ps(odd, _mm512_mul_ps(_mm512_loadu_ps(x + LANES / 2), w.odd));
+    }
+    ALWAYS_INLINE float total() const {
+        const __m512 sixteen = _mm512_add_ps(even, odd);
+        const __m256 high = _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(sixteen), 1));
+        const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(sixteen), high);
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+        const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+    }
+};
+#endif
+
+// -- weights -----------------------------------------------------------------------------------------------------
+
+// Of one row. Scales and zero points are one for each group of k.
+template <class M, bool PACKED>
+class Row {
+    const FloatWeights& f;
+    const uint8_t* stored;
+    int64_t row;
+
+public:
+    M scale = 0;
+    int32_t zero_point = 0;
+#if defined(__AVX512F__)
+    __m512 values, table;  // the sixteen values of four bits, and what they stand for in this group
+#endif
+
+    Row(const FloatWeights& weights, int64_t n)
+        : f(weights), stored(reinterpret_cast<const uint8_t*>(weights.w) + n * weights.w_pitch), row(n) {
+#if defined(__AVX512F__)
+        const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i flip = _mm512_set1_epi32(f.weight == S4 ? 8 : 0);
+        values = table = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_xor_si512(count, flip), flip));
+#endif
+    }
+
+    ALWAYS_INLINE void enter(int64_t group) {
+        const int64_t at = row * f.scale_pitch + group;
+        scale = f.scale_code == code_of<M> ? static_cast<const M*>(f.scale)[at] : widened<M>(f.scale_code, f.scale, at);
+        zero_point = f.zero_point ? clamped(f.zero_point[row * f.zero_point_pitch + group]) : 0;
+#if defined(__AVX512F__)
+        // Integers below 2**24: the difference is exact in f32, too.
+        if constexpr (PACKED && sizeof(M) == 4)
+            table = _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(float(zero_point))), _mm512_set1_ps(scale));
+#endif
+    }
+
+    // The 32 weights from k on, all of one group.
+    ALWAYS_INLINE Block<M> whole(int64_t k) const {
+#if defined(__AVX512F__)
+        if constexpr (sizeof(M) == 4) {
+            if constexpr (PACKED) {
+                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored + k / 2));
+                const __m512i pairs = _mm512_cvtepu8_epi32(bytes);  // a permutation reads the low four bits alone
+                return {_mm512_permutexvar_ps(pairs, table), _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table)};
+            }
+            const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored + k));
+            const __m512i pairs = _mm512_cvtepi16_epi32(bytes);
+            const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(pairs, 24), 24), odd = _mm512_srai_epi32(pairs, 8);
+            const __m512i zero = _mm512_set1_epi32(zero_point);
+            const __m512 s = _mm512_set1_ps(scale);
+            return {_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(even, zero)), s),
+                    _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(odd, zero)), s)};
+        }
+#endif
+        M w[LANES];
+        spread(k, LANES, w, [&](int64_t, int32_t q) { return M(q - zero_point) * scale; });
+        return Block<M>::load(w);
+    }
+
+    // n weights from k on, of any groups; zeros beside them.
+    __attribute__((noinline)) Block<M> pieces(int64_t k, int64_t n) {
+        M w[LANES] = {};
+        int64_t known = -1;
+        spread(k, n, w, [&](int64_t i, int32_t q) {
+            const int64_t group = i / f.group;
+            if (group != known) enter(known = group);
+            return M(q - zero_point) * scale;
+        });
+        return Block<M>::load(w);
+    }
+
+private:
+    // to: even ones first.
+    template <class Value>
+    ALWAYS_INLINE void spread(int64_t k, int64_t n, M* to, Value value) const {
+        uint8_t q[LANES];
+        const uint8_t* from = q;
+        if (!PACKED) {
+            from = stored + k;
+        } else {
+            unpack(stored + k / 2, n, f.weight == S4, q);
+        }
+        for (int64_t i = 0; i < n; ++i) to[i % 2 * (LANES / 2) + i / 2] = value(k + i, int32_t(int8_t(from[i])));
+    }
+};
+
+// -- the product -------------------------------------------------------------------------------------------------
+
+inline int64_t padded(int64_t k) { return (k + LANES - 1) / LANES * LANES; }
+
+// The activations in the math type, arranged as the weights are, padded with zeros.
+template <class M>
+void prepare_floats_in(const Epilogue& e, const FloatWeights& f) {
+    M buffer[LANES];
+    for (int64_t m = 0; m < e.m; ++m)
+        for (int64_t k = 0; k < e.k; k += LANES) {
+            M* to = reinterpret_cast<M*>(f.prepared) + m * padded(e.k) + k;
+            const int64_t n = least(LANES, e.k - k);
+            widen<M>(e.element, f.x, m * f.x_pitch + k, n, buffer);
+            for (int64_t i = n; i < LANES; ++i) buffer[i] = 0;
+            for (int64_t i = 0; i < LANES / 2; ++i) to[i] = buffer[2 * i], to[LANES / 2 + i] = buffer[2 * i + 1];
+        }
+}
+
+template <class M>
+struct FloatProduct {
+    const Epilogue& e;
+    const FloatWeights& f;
+
+    void operator()(int64_t m, int64_t tokens, int64_t first, int64_t width, M (*acc)[STRIDE]) const {
+        if (f.weight == S8) return by_tokens<false>(m, tokens, first, width, acc);
+        by_tokens<true>(m, tokens, first, width, acc);
+    }
+
+private:
+    template <bool PACKED>
+    void by_tokens(int64_t m, int64_t tokens, int64_t first, int64_t width, M (*acc)[STRIDE]) const {
+        for (int64_t c = 0; c < width; ++c)
+            for (int64_t j = 0; j < tokens;) {
+                const int64_t left = tokens - j;
+                j += left >= 8   ? some<8, PACKED>(m + j, first + c, c, acc + j)
+                     : left >= 4 ? some<4, PACKED>(m + j, first + c, c, acc + j)
+                     : left >= 2 ? some<2, PACKED>(m + j, first + c, c, acc + j)
+                                 : some<1, PACKED>(m + j, first + c, c, acc + j);
+            }
+    }
+
+    template <int N, bool PACKED>
+    __attribute__((noinline)) int64_t some(int64_t m, int64_t n, int64_t c, M (*acc)[STRIDE]) const {
+        const int64_t pitch = padded(e.k), even = f.group % LANES ? 0 : e.k / LANES * LANES;
+        const M* x = reinterpret_cast<const M*>(f.prepared) + m * pitch;
+        Row<M, PACKED> row(f, n);
+        Block<M> sums[N];
+        for (int t = 0; t < N; ++t) sums[t] = Block<M>::zero();
+        auto add = [&](int64_t k, const Block<M>& w) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int t = 0; t < N; ++t) sums[t].add_product(x + t * pitch + k, w);
+        };
+        int64_t k = 0;
+        for (int64_t group = 0; k < even; ++group) {
+            row.enter(group);
+            const int64_t end = least(even, (group + 1) * f.group);
+            for (; k < end; k += LANES) add(k, row.whole(k));
+        }
+        for (; k < e.k; k += LANES) add(k, row.pieces(k, least(LANES, e.k - k)));
+        for (int t = 0; t < N; ++t) acc[t][c] = sums[t].total();
+        return N;
+    }
+};
+
+void prepare_floats(const Epilogue& e, const FloatWeights& f) {
+    if (e.element == F64) return prepare_floats_in<double>(e, f);
+    prepare_floats_in<float>(e, f);
+}
+
+void multiply_floats(const Epilogue& e, const FloatWeights& f, int64_t part, int64_t parts) {
+    const Range r = share(e.n, part, parts);
+    if (e.element == F64) return multiply_share<double, double>(e, r, FloatProduct<double>{e, f});
+    multiply_share<float, float>(e, r, FloatProduct<float>{e, f});
+}
+
+}  // namespace
+}  // namespace baracuda
