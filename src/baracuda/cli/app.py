@@ -113,6 +113,9 @@ def quantize(
         bool,
         typer.Option("--one-shot", help="Calibrate on the float model, not on the quantized layers before each one."),
     ] = False,
+    recipe: Annotated[
+        Path | None, typer.Option(help="A TOML file with scheme, method, group_size, ignore, and layers that differ.")
+    ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
@@ -125,9 +128,12 @@ def quantize(
 ) -> None:
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
     with _errors(), _interrupted(out):
-        from ..flow import quantize_checkpoint
+        from ..flow import FlowError, quantize_checkpoint
         from ..flow.run.steps import is_complete
 
+        for option in ("scheme", "method", "group_size"):
+            if recipe is not None and _given(context, option):
+                raise FlowError(f"--{option.replace('_', '-')}: the recipe says it; drop it, or change {recipe}")
         ended = resume and is_complete(out)
         with _bars() as progress:
             content = quantize_checkpoint(
@@ -140,6 +146,7 @@ def quantize(
                 smooth=smooth or None,
                 method=method,
                 one_shot=one_shot,
+                recipe=recipe,
                 alpha=_alpha(alpha) if _given(context, "alpha") else None,
                 ignore=ignore or (),
                 group_size=group_size if _given(context, "group_size") else None,

@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...core.errors import InvalidProblem
-from ...schemes import Choice, Recipe, checkpoint_scheme, get_method
+from ...schemes import Choice, Method, Recipe, Scheme, checkpoint_scheme, get_method
 from ..errors import FlowError, require_pattern
+from .recipe_file import Rule
 
 #: stage, bytes or steps done since the last call, total of the stage, what is being worked on
 Progress = Callable[[str, int, int, str], None]
@@ -28,27 +29,39 @@ class Options:
     smooth: bool | None = None
     method: str = "rtn"
     one_shot: bool = False
+    rules: tuple[Rule, ...] = ()
 
     def plan(self) -> Plan:
         """What is done to which layer; raises for options that contradict each other."""
-        scheme, smooths = _explained(lambda: checkpoint_scheme(self.scheme))
-        if self.activations not in ("dynamic", "static"):
-            raise FlowError(f"activations: expected dynamic or static, got {self.activations!r}")
-        if scheme.activation.kind == "float" and self.activations == "static":
-            raise FlowError(f"{self.scheme} keeps activations in floating point: drop --activations static")
-        if self.group_size < 8 or self.group_size % 8:
-            raise FlowError(f"group_size: expected a positive multiple of 8, got {self.group_size}")
+        scheme, smooths = self._scheme(self.scheme, self.group_size)
         if self.smooth is False and smooths:
             raise FlowError(f"{self.scheme} smooths: drop smooth=False, or use --scheme w8a8")
-        if self.activations == "static":
-            scheme = scheme.with_activations("static")
-        if scheme.weight.group_size is not None:
-            scheme = scheme.with_groups(self.group_size)
-        method = _explained(lambda: get_method(self.method))
-        recipe = Recipe(Choice(scheme, method))
+        rules = []
+        for rule in self.rules:
+            own, smooth = self._scheme(rule.scheme or self.scheme, rule.group_size or self.group_size)
+            if smooth and not smooths:
+                raise FlowError(f"{rule.match}: smoothing is for the whole model: use scheme w8a8 there, and --smooth")
+            rules.append((rule.match, Choice(own, _method(rule.method or self.method))))
+        recipe = Recipe(Choice(scheme, _method(self.method)), tuple(rules))
         if self.one_shot and recipe.needs is None:
             raise FlowError(f"method {self.method} needs no data: drop --one-shot, or use --method gptq")
         return Plan(recipe, smooths or bool(self.smooth), recipe.needs is not None and not self.one_shot)
+
+    def _scheme(self, name: str, group_size: int) -> tuple[Scheme, bool]:
+        """A scheme with these activations and groups, and whether its name also asks for smoothing."""
+        scheme: Scheme
+        scheme, smooths = _explained(lambda: checkpoint_scheme(name))
+        if self.activations not in ("dynamic", "static"):
+            raise FlowError(f"activations: expected dynamic or static, got {self.activations!r}")
+        if scheme.activation.kind == "float" and self.activations == "static":
+            raise FlowError(f"{name} keeps activations in floating point: drop --activations static")
+        if scheme.weight.element.is_packed and self.activations == "static":
+            raise FlowError(f"{name} has a scale for each token: drop --activations static, or use --scheme w8a8")
+        if group_size < 8 or group_size % 8:
+            raise FlowError(f"group_size: expected a positive multiple of 8, got {group_size}")
+        if self.activations == "static":
+            scheme = scheme.with_activations("static")
+        return scheme.with_groups(group_size) if scheme.weight.group_size is not None else scheme, smooths
 
     def check(self) -> None:
         """Raise for values that are out of range."""
@@ -57,7 +70,7 @@ class Options:
         for name, least in (("samples", 1), ("sequence_length", 2)):
             if getattr(self, name) < least:
                 raise FlowError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        for pattern in self.ignore:
+        for pattern in (*self.ignore, *(rule.match for rule in self.rules)):
             require_pattern(pattern)
 
     def record(self) -> dict[str, Any]:
@@ -67,6 +80,7 @@ class Options:
             "smooth": not self.smooth,
             "method": self.method == Options.method,
             "one_shot": not self.one_shot,
+            "rules": not self.rules,
         }
         return {key: value for key, value in written.items() if not newer.get(key, False)}
 
@@ -105,6 +119,11 @@ class Plan:
     def measures(self) -> bool:
         """Whether the float model is run first, for what is decided before any layer is quantized."""
         return self.smooth or self.recipe.static or (self.recipe.needs is not None and not self.sequential)
+
+
+def _method(name: str) -> Method:
+    found: Method = _explained(lambda: get_method(name))
+    return found
 
 
 def _explained(call: Callable[[], Any]) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ..errors import RESUME, FlowError, os_errors_explained
 from ..hf.hub import local_directory
 from .distributed import team
 from .options import Options, Progress
+from .recipe_file import read_recipe
 from .steps import Run
 
 
@@ -37,6 +39,7 @@ def quantize_checkpoint(
     smooth: bool | None = None,
     method: str = "rtn",
     one_shot: bool = False,
+    recipe: str | Path | Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
@@ -52,6 +55,8 @@ def quantize_checkpoint(
     - `calibration`: a file of texts or tokens, for smoothing, static activations and methods that need data.
       `evaluation`: one to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are read.
     - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given.
+    - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
+      layers and a list `layers` of tables with a `match` and what is different there; the first match decides.
     - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
     - `device`: where to compute. `resume`: go on with a run that was killed; one that has ended is left as it is.
     - `progress(stage, done, total, label)` is called as work is done: `done` since the last call, of `total` in the
@@ -74,6 +79,9 @@ def quantize_checkpoint(
         method,
         one_shot,
     )
+    if recipe is not None:
+        read = read_recipe(recipe)
+        options = replace(options, **read.options, ignore=(*options.ignore, *read.ignore), rules=read.rules)
     plan = options.plan()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
     with os_errors_explained(out, RESUME), team() as ranks, Checkpoint.open(local_directory(model_dir)) as source:
