@@ -182,9 +182,9 @@ def test_a_workspace_over_an_operand_is_noticed() -> None:
 
 
 def test_a_small_workspace_is_still_refused_with_its_size() -> None:
-    p = Problem(QuantizeKind.QUANTIZED_LINEAR, (4, 8, 16), ElementKind.F32, ElementKind.S8, -127, 127)
+    p = Problem(QuantizeKind.QUANTIZED_LINEAR, (64, 8, 16), ElementKind.F32, ElementKind.S8, -127, 127)
     plan = SelectedPlan(p, CPU)
-    values = (torch.randn(4, 16), torch.ones(8, 16, dtype=torch.int8), 1.0, *[None] * 5, torch.empty(4, 8))
+    values = (torch.randn(64, 16), torch.ones(8, 16, dtype=torch.int8), 1.0, *[None] * 6, torch.empty(64, 8))
     with pytest.raises(WorkspaceTooSmall):
         plan.launch(values, torch.empty(plan.workspace_size() - 1, dtype=torch.uint8))
 

@@ -253,7 +253,7 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
             return None
         return torch.full(shape, 77, dtype=kinds[0].dtype)
     if name in ("scale", "act_scale", "weight_scale"):
-        if case.scale == "number":
+        if case.scale == "number" and operand.number is not None:
             return 0.25 if name == "scale" else 0.013
         kind = kinds[-1] if case.scale == "input_type" else kinds[0]
         scale = torch.rand(shape, generator=generator, dtype=torch.float64) * 0.5 + 2.0**-6
@@ -263,6 +263,8 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
             scale.view(-1)[0] = 0.0
             scale.view(-1)[-1] = float("nan")
         return scale.to(kind.dtype)
+    if name == "weight_zero_point":
+        return torch.randint(p.weight.q_min, p.weight.q_max + 1, shape, generator=generator, dtype=torch.int32)
     if name in ("zero_point", "act_zero_point"):
         return _zero_point(case, name, shape, generator)
     if name == "residual" and not case.residual:

@@ -332,7 +332,7 @@ def _weight_only_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
     if weight_zero_point is not None:
         groups = groups - cast(Tensor, weight_zero_point)[:, :, None]
     weight = (groups * cast(Tensor, weight_scale).to(torch.float64)[:, :, None]).reshape(q.shape)
-    y = cast(Tensor, x).to(torch.float64) @ weight.T
+    y = cast(Tensor, x).to(torch.float64).contiguous() @ weight.T
     y = y if bias is None else y + cast(Tensor, bias).to(torch.float64)
     y = activated(y, p.nonlinearity)
     y = y if residual is None else y + cast(Tensor, residual).to(torch.float64)

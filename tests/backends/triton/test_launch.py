@@ -40,6 +40,7 @@ class Launched:
         from triton.backends.compiler import GPUTarget
 
         from baracuda.backends.triton import launch
+        from baracuda.backends.triton.linear.hopper import few_launch, packed_launch
         from baracuda.backends.triton.linear.hopper import launch as hopper_launch
 
         self.fake, self.kernels, self.ptx = fake, [], []
@@ -47,7 +48,8 @@ class Launched:
         monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
         monkeypatch.setattr(launch, "_driver", lambda: fake.driver)
         monkeypatch.setattr(launch, "loaded", self._loaded)
-        monkeypatch.setattr(hopper_launch, "loaded", self._loaded)
+        for module in (hopper_launch, few_launch, packed_launch):
+            monkeypatch.setattr(module, "loaded", self._loaded)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)

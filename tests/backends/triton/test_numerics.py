@@ -34,8 +34,15 @@ def is_extreme(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("minimum", "maximum")
 
 
+def only_schedules(call: ast.Call) -> bool:
+    """PTX that starts kernels or fetches memory ahead, and computes nothing."""
+    text = literal(call.args[0]) if call.args else None
+    return isinstance(text, str) and any(word in text for word in ("griddepcontrol", "prefetch"))
+
+
 def second_spellings(tree: ast.Module) -> Iterator[str]:
     """What a file with device code may not contain outside of `numerics`, each with its line."""
+    schedules = {call.func for call in ast.walk(tree) if isinstance(call, ast.Call) and only_schedules(call)}
     for node in ast.walk(tree):
         found = None
         if isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value not in NEUTRAL:
@@ -50,7 +57,7 @@ def second_spellings(tree: ast.Module) -> Iterator[str]:
                 found = "the bits of a float"
             elif name == "to" and any(".float" in ast.unparse(a) or ".bfloat" in ast.unparse(a) for a in node.args):
                 found = "a conversion to float"
-        elif isinstance(node, ast.Attribute) and node.attr in ARITHMETIC:
+        elif isinstance(node, ast.Attribute) and node.attr in ARITHMETIC and node not in schedules:
             found = f"`{node.attr}`"
         elif isinstance(node, ast.BinOp | ast.AugAssign):
             right = node.right if isinstance(node, ast.BinOp) else node.value

@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_offset
+from ...numerics.decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_in, factor_offset, without_16
 from .epilogue import completed, read_scales, scaled
 
 #: Of the program's threads; Triton 3.7 renamed it.
@@ -156,7 +156,7 @@ def load_factors(base, step, K, FOLD: gl.constexpr, GROUP: gl.constexpr, SPAN: g
     if WORDS:
         word = gl.load(base + min(step, K // FOLD // SPAN - 1)).to(gl.int32)
         for i in gl.static_range(COUNT):
-            found = appended(found, (word >> (8 * i)) & MAX_FACTOR)
+            found = appended(found, factor_in(word, i))
     else:
         last = K // FOLD // GROUP - 1
         for i in gl.static_range(COUNT):
@@ -326,5 +326,5 @@ def gemm_few(
                 phase ^= 1
         acc = unfolded(added(sums), FOLD)
         if PACKED and GROUP == 0:
-            acc = acc >> 4  # exact: `decode` gives 16 times each weight
+            acc = without_16(acc)
         store(acc, unit, out_ptr, terms, M, N, KINDS)

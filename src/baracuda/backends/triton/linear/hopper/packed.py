@@ -20,8 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from ...numerics.decode import decode, decode_grouped, factor_in, factor_offset, without_16
 from ..kernels import tile_at
-from .decode import MAX_FACTOR, decode, decode_grouped, factor_offset
 from .epilogue import completed, read_scales, scaled
 from .few import let_next_kernel_start, wait_for_previous_kernel
 
@@ -134,9 +134,7 @@ def decode_tiles(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr
                 # Loaded before the step that needs them: they come from L2.
                 if (k + 1) * SPAN % COVERS < SPAN:
                     upcoming = gl.load(base + gl.minimum(((k + 1) * SPAN + part) // COVERS, last)).to(gl.int32)
-                factor = word & MAX_FACTOR
-                if COVERS > GROUP:
-                    factor = (word >> ((k * SPAN + part) // GROUP % 4 * 8)) & MAX_FACTOR
+                factor = factor_in(word, (k * SPAN + part) // GROUP) if COVERS > GROUP else factor_in(word, 0)
                 word = upcoming
             mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
             packed = rings.packed.index(p_stage).load(BYTES)
@@ -177,7 +175,7 @@ def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, GROUP: gl.cons
     rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     if GROUP == 0:
-        acc = acc >> 4  # exact: `decode` gives 16 times each weight
+        acc = without_16(acc)
     scales = read_scales(rows, columns, work.M, work.N, terms, None, KINDS)
     y = scaled(acc, rows, columns, work.M, work.N, scales, terms, KINDS)
     out = completed(y, rows, columns, work.M, work.N, terms, KINDS, c_desc.dtype)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .....core import types
+from ....core import types
 
 #: The low bits of a stored factor count.
 MAX_FACTOR = gl.constexpr(types.MAX_FACTOR)
@@ -29,6 +29,18 @@ _TIMES_16 = gl.constexpr("{ .reg .b32 t; shl.b32 t, $2, 4; and.b32 $0, t, 0xF0F0
 def decode(packed):
     """16 times the even and 16 times the odd weights of packed bytes."""
     return gl.inline_asm_elementwise(_TIMES_16, "=r,=r,r", [packed], dtype=(gl.int8, gl.int8), is_pure=True, pack=4)
+
+
+@gluon.jit
+def without_16(acc):
+    """A sum of `decode`d weights in whole weights; the division is exact."""
+    return acc >> 4
+
+
+@gluon.jit
+def factor_in(word, index):
+    """The factor at this index of a word that holds four, or fewer."""
+    return (word >> (index % 4 * 8)) & MAX_FACTOR
 
 
 @gluon.jit
