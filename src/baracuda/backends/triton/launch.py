@@ -4,6 +4,10 @@ Triton compiles and loads. It does not launch, since its own launcher takes as l
 
 Arguments that travel together are one NamedTuple, in a kernel's parameters as in its sources: a group. Triton flattens
 groups into the parameters of the PTX, in order; so does this module.
+
+In a kernel, a member of a constant group that is itself a group, a dataclass or a string must have a `tl.constexpr`
+name of its own before it is passed on: Triton 3.6 wraps numbers alone. An assigned tuple keeps None and tensors; its
+other constants become tensors. A returned one may hold no None in Triton 3.6.
 """
 
 from __future__ import annotations
@@ -24,10 +28,8 @@ from ...core.errors import Unsupported
 from ...core.host import DLPACK_DTYPES
 from ..registry import Launch, Value
 from .numerics.conversions import INTERPRETED
-from .older import adapt
 from .sources import Group, Source, Sources, pick, split
 
-adapt()
 if not (INTERPRETING := bool(INTERPRETED.value)):
     from ... import _host
 

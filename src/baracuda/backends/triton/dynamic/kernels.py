@@ -79,20 +79,22 @@ def settle(low, high, scale_ptr, zero_point_ptr, where, keep, AXIS: tl.constexpr
 
     As an integer NaN is above every bound. Its scale knows of it, and nothing of such a segment is above q_min.
     """
-    F64: tl.constexpr = SPEC.quantizer.f64
-    SYMMETRIC: tl.constexpr = SPEC.range.symmetric
+    RANGE: tl.constexpr = SPEC.range
+    QUANTIZER: tl.constexpr = SPEC.quantizer
+    F64: tl.constexpr = QUANTIZER.f64
+    SYMMETRIC: tl.constexpr = RANGE.symmetric
     q_min: tl.constexpr = SPEC.quantizer.q_min
     q_max: tl.constexpr = SPEC.quantizer.q_max
     math: tl.constexpr = tl.float64 if F64 else tl.float32
     dtype: tl.constexpr = math if scale_ptr is None else scale_ptr.dtype.element_ty
-    stored, scale, zero_point = choose_qparams(low, high, dtype, SPEC.range, SPEC.quantizer)
+    stored, scale, zero_point = choose_qparams(low, high, dtype, RANGE, QUANTIZER)
     if scale_ptr is not None:
         tl.store(scale_ptr + where, stored, mask=keep)
     if zero_point_ptr is not None:
         tl.store(zero_point_ptr + where, zero_point, mask=keep)
     scale, zero_point = tl.expand_dims(scale, AXIS), tl.expand_dims(zero_point, AXIS)
     divisor = prepare_positive(scale, SPEC.quantizer.reciprocal, F64)
-    bounds = bounds_of(None if SYMMETRIC else zero_point, SPEC.quantizer)
+    bounds = bounds_of(None if SYMMETRIC else zero_point, QUANTIZER)
     rest = 0 if SYMMETRIC else step_rest(zero_point, F64)
     if SPEC.bounds == OF_THE_INTEGER:
         bounds = Bounds(low=0, high=tl.where(scale < INF, q_max - q_min, 0), shift=bounds.shift)
@@ -113,10 +115,15 @@ def quantize_parts(
         divisor, bounds = prepared.divisor, prepared.bounds
         x = widen(parts, F64) if RECIPROCAL else times(parts, divisor.factor, F64)
         place = Place(start=region.start, column=region.column, width=region.width, valid=region.line < region.lines)
+        COLS: tl.constexpr = TILE.columns
+        packed: tl.constexpr = SPEC.storage.packed
+        each: tl.constexpr = SPEC.storage.each
         if SPEC.bounds == OF_THE_INTEGER:
-            step = quantize_steps(x, divisor, Bounds(low=None, high=None, shift=bounds.shift), RECIPROCAL, HELD, F64)
+            anything = Bounds(low=None, high=None, shift=bounds.shift)
+            step = quantize_steps(x, divisor, anything, RECIPROCAL, HELD, F64)
             q = clamp_down(step_bits(step, F64) + prepared.rest, bounds.low, bounds.high)
-            store_quantized(out_ptr, q, 0, place, MASKED, SPEC.storage, SPEC.quantizer.q_min, False, TILE.columns, 0)
+            q_min: tl.constexpr = SPEC.quantizer.q_min
+            store_quantized(out_ptr, q, 0, place, MASKED, packed, each, q_min, False, COLS, 0)
         else:
             if SPEC.bounds == LOW:
                 bounds = Bounds(low=bounds.low, high=None, shift=bounds.shift)
@@ -129,9 +136,7 @@ def quantize_parts(
                 per_column: tl.constexpr = STRIDED and not SPEC.range.symmetric
                 lacks: tl.constexpr = step_lacks(F64)
                 bits = step_bits(step, F64)
-                store_quantized(
-                    out_ptr, bits, prepared.rest, place, MASKED, SPEC.storage, lacks, per_column, TILE.columns, 0
-                )
+                store_quantized(out_ptr, bits, prepared.rest, place, MASKED, packed, each, lacks, per_column, COLS, 0)
     else:
         half: tl.constexpr = PARTS // 2
         there = further(region, half, STRIDED, TILE)

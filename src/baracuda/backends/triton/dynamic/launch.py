@@ -11,7 +11,6 @@ from ....core.problem import Problem
 from ....core.types import DynamicRangeMode, ElementKind, QuantizeKind
 from ...registry import Launch
 from .. import tune as common
-from ..elementwise.kernels import one_by_one
 from ..elementwise.launch import (
     bound_forward,
     elementwise_step,
@@ -120,7 +119,7 @@ def whole_step(problem: Problem, config: tune.Config, device: torch.device) -> S
     storage = Storage(pairs, 1 if alone else together(problem, tile, bool(pairs)))
     spec = Dynamic(_range(problem), quantizer(problem), storage, _bounds(problem))
     constants = {"SCAN": Scan(tile, mask(even), wide(problem)), "SPEC": spec}
-    unaligned = {"SPEC": spec._replace(storage=one_by_one(storage.packed))}
+    unaligned = {"SPEC": spec._replace(storage=storage.one_by_one())}
     return tiled(kernel, programs, sizes, constants, tile, problem, device, unaligned=unaligned)
 
 

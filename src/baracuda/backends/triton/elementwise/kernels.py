@@ -96,7 +96,8 @@ def formula(a, dy, segment, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, WAY: 
     else:
         plain: tl.constexpr = WAY == PLAIN and not RECIPROCAL
         divisor = divisor_of(scale, F64) if plain else prepare(scale, RECIPROCAL, F64)
-        bounds = bounds_of(segment.zero_point, SPEC.quantizer)
+        QUANTIZER: tl.constexpr = SPEC.quantizer
+        bounds = bounds_of(segment.zero_point, QUANTIZER)
         if OP == QUANTIZE:
             return step_bits(quantize_steps(a, divisor, bounds, RECIPROCAL, WAY, F64), F64)
         elif OP == FAKE_QUANTIZE:
@@ -140,7 +141,8 @@ def load_tile(a_ptr, dy_ptr, place, MASKED: tl.constexpr, PARTS: tl.constexpr, S
         far = load_tile(a_ptr, dy_ptr, further, MASKED, half, SPEC)
         return near, far
     else:
-        columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+        columns, inside = columns_at(place, COLS, VECTOR)
+        mask = inside if MASKED else None
         if OP == DEQUANTIZE and SPEC.storage.packed:
             a = load_pairs(a_ptr, place, MASKED, is_signed(SPEC.storage.packed), COLS, VECTOR)
         elif OP == DEQUANTIZE:
@@ -177,18 +179,14 @@ def finish_tile(
             rest = step_rest(segment.zero_point, F64) if has_zp else 0
             per_column: tl.constexpr = SPEC.per_column and has_zp and segment.zero_point.type.is_block()
             # Bytes with no zero point to add are as fast one by one.
-            alone: tl.constexpr = not (SPEC.storage.packed or has_zp)
-            STORAGE: tl.constexpr = one_by_one(SPEC.storage.packed) if alone else SPEC.storage
-            store_quantized(out_ptr, y, rest, place, MASKED, STORAGE, step_lacks(F64), per_column, COLS, VECTOR)
+            packed: tl.constexpr = SPEC.storage.packed
+            each: tl.constexpr = SPEC.storage.each if packed or has_zp else 1
+            lacks: tl.constexpr = step_lacks(F64)
+            store_quantized(out_ptr, y, rest, place, MASKED, packed, each, lacks, per_column, COLS, VECTOR)
         else:
-            columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+            columns, inside = columns_at(place, COLS, VECTOR)
+            mask = inside if MASKED else None
             tl.store(out_ptr + place.start + columns, y, mask=mask, cache_modifier=".cs" if SPEC.stream else "")
-
-
-@triton.constexpr_function
-def one_by_one(packed: int) -> Storage:
-    """A byte at a time instead of words. Triton 3.6 hands over a named tuple as a plain one, so it gets the field."""
-    return Storage(packed, 2 if packed else 1)
 
 
 @triton.jit

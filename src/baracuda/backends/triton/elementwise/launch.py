@@ -83,7 +83,7 @@ def _columns(problem: Problem, device: torch.device, work: Work, pairs: int, opt
     even = view.inner % tile.columns == 0 and view.run % (tile.lines * tile.repeats) == 0
     sizes = {"run": view.run, "inner": view.inner, "blocks": split_by(blocks), "row_blocks": split_by(row_blocks)}
     # A thread has few columns and walks down: there is no word to fill.
-    storage = kernels.one_by_one(pairs)
+    storage = Storage(pairs, 1).one_by_one()
     spec = Elementwise(
         _OPS[problem.op].value, quantizer(problem), storage, tile, mask(even), per_column=True, **options
     )
@@ -109,7 +109,7 @@ def _dense(problem: Problem, device: torch.device, work: Work, pairs: int, optio
         **options,
     )
     programs = blocks_of(lines, tile.lines) * blocks
-    unaligned = {"SPEC": spec._replace(storage=kernels.one_by_one(spec.storage.packed))}
+    unaligned = {"SPEC": spec._replace(storage=spec.storage.one_by_one())}
     return tiled(
         kernels.dense, programs, sizes, {"SPEC": spec}, tile, problem, device, again=options["backwards"],
         unaligned=unaligned,

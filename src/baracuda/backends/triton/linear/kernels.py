@@ -92,6 +92,7 @@ def tile_at(index, tiles_m, tiles_n, GROUP: tl.constexpr, ACROSS: tl.constexpr):
 def finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE: tl.constexpr):
     """nonlinearity(((acc * scale) * weight_scale) + bias) + residual, each step rounded, then stored."""
     F64: tl.constexpr = EPILOGUE.f64
+    NONLINEARITY: tl.constexpr = EPILOGUE.nonlinearity
     y = to_float(acc, F64)
     if EPILOGUE.per_token:
         y = y * load_scale(terms.scale, rows, rows < M, F64)[:, None]
@@ -103,7 +104,7 @@ def finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE: tl.constexpr):
         y = y * load_scale(terms.weight_scale, 0, None, F64)
     if terms.bias is not None:
         y = y + load_scale(terms.bias, columns, columns < N, F64)[None, :]
-    y = nonlinear(y, EPILOGUE.nonlinearity, F64)
+    y = nonlinear(y, NONLINEARITY, F64)
     place = rows.to(tl.int64)[:, None] * N + columns[None, :]
     mask = (rows < M)[:, None] & (columns < N)[None, :]
     if terms.residual is not None:
@@ -198,7 +199,8 @@ def matmul(x_ptr, w_ptr, factor_ptr, out_ptr, terms, zero_point_ptr, sum_ptr, sh
         if sum_ptr is not None:
             sums = tl.load(sum_ptr + columns, mask=columns < shape.n, other=0)
         acc = centred(acc, rows, shape.m, zero_point_ptr, sums, SPEC)
-    finish(acc, rows, columns, shape.m, shape.n, out_ptr, terms, SPEC.epilogue)
+    EPILOGUE: tl.constexpr = SPEC.epilogue
+    finish(acc, rows, columns, shape.m, shape.n, out_ptr, terms, EPILOGUE)
 
 
 @triton.jit

@@ -83,8 +83,8 @@ def lanes(COLS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def columns_at(place, MASKED: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr):
-    """(a tile's columns, which of its elements exist, or None). Add place.start to a pointer first, then the columns:
-    the start is the same for a whole line."""
+def columns_at(place, COLS: tl.constexpr, VECTOR: tl.constexpr):
+    """(a tile's columns, which of its elements exist). Add place.start to a pointer first, then the columns: the start
+    is the same for a whole line."""
     columns = place.column + lanes(COLS, VECTOR)[None, :]
-    return columns, place.valid & (columns < place.width) if MASKED else None
+    return columns, place.valid & (columns < place.width)

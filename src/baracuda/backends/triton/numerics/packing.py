@@ -27,6 +27,10 @@ class Storage(NamedTuple):
     #: Neighbours that are stored as one word.
     each: int
 
+    def one_by_one(self) -> Storage:
+        """A byte at a time instead of words."""
+        return self._replace(each=2 if self.packed else 1)
+
 
 @triton.constexpr_function
 def repeated(number: int, bits: int, each: int) -> int:
@@ -62,17 +66,17 @@ def pack(
 
 @triton.jit
 def store_quantized(
-    out_ptr, x, rest, place, MASKED: tl.constexpr, STORAGE: tl.constexpr, LACKS: tl.constexpr,
+    out_ptr, x, rest, place, MASKED: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, LACKS: tl.constexpr,
     PER_COLUMN: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Store x + rest + LACKS, STORAGE.each neighbours at a time; with PER_COLUMN each column has a rest of its own."""
-    EACH: tl.constexpr = STORAGE.each
+    """Store x + rest + LACKS, EACH neighbours at a time; with PER_COLUMN each column has a rest of its own."""
     if EACH == 1:
-        columns, mask = columns_at(place, MASKED, COLS, VECTOR)
+        columns, inside = columns_at(place, COLS, VECTOR)
+        mask = inside if MASKED else None
         tl.store(out_ptr + place.start + columns, (x + rest + LACKS).to(out_ptr.dtype.element_ty), mask=mask)
     else:
-        width_in_bits: tl.constexpr = 4 if STORAGE.packed else 8
-        signed: tl.constexpr = is_signed(STORAGE.packed) if STORAGE.packed else out_ptr.dtype.element_ty.is_int_signed()
+        width_in_bits: tl.constexpr = 4 if PACKED else 8
+        signed: tl.constexpr = is_signed(PACKED) if PACKED else out_ptr.dtype.element_ty.is_int_signed()
         words = place.column // EACH + lanes(COLS // EACH, VECTOR // EACH)[None, :]
         mask = place.valid & (words < place.width // EACH) if MASKED else None
         word = pack(x, rest, width_in_bits, signed, EACH, LACKS, PER_COLUMN)
