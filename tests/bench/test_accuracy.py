@@ -1,0 +1,72 @@
+"""What `bench accuracy` compares with: its reader of checkpoints, its text, and the real model where there is one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import pytest
+import torch
+
+import baracuda
+from baracuda.flow import quantize_checkpoint
+from baracuda.schemes.search import Rounding, search_scales
+from bench import _real_model as real
+from bench.accuracy import ROWS, requirements
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8", "w8a8"])
+def test_the_reader_of_checkpoints_makes_the_model_that_baracuda_loads(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from bench._accuracy_model import Reference, fill
+
+    models.save("llama", tmp_path / "model")
+    groups = {"group_size": 32} if scheme != "w8a8" else {}
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **groups)
+    reference = Reference(tmp_path / "model", models.prompt())
+    model = reference._model()
+    assert fill(model, tmp_path / "out") == 14
+    with torch.no_grad():
+        found, expected = model(models.prompt()).logits, baracuda.load(tmp_path / "out")(models.prompt()).logits
+    assert models.relative(expected, found) < 1e-3
+    cost = reference.compare(tmp_path / "out")
+    assert 0 < cost["kl"] < 0.1 and 0.5 < cost["top1_agreement"] <= 1
+
+
+def test_requirements_are_ratios_of_the_rows_that_were_run() -> None:
+    figures = {"kl": 0.2, "seconds": 10.0, "peak_mb": 500.0, "top1_agreement": 0.8}
+    rows = {"w4a16, gptq": figures, "llm-compressor w4a16, gptq": {**figures, "kl": 0.4, "seconds": 15.0}}
+    bars = {bar.name: bar for bar in requirements(rows)}
+    assert bars["w4a16, gptq: KL / llm-compressor's"].measured == 0.5
+    assert not bars["w4a16, gptq: seconds / llm-compressor's"].holds
+    assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+needs_real = pytest.mark.skipif(real.missing() is not None, reason=str(real.missing()))
+
+
+@needs_real
+def test_calibration_and_evaluation_read_different_chapters() -> None:
+    assert not set(real.CALIBRATION_CHAPTERS) & set(real.EVALUATION_CHAPTERS)
+    calibration, evaluation = (real.passages(c) for c in (real.CALIBRATION_CHAPTERS, real.EVALUATION_CHAPTERS))
+    assert len(calibration) > 100 and len(evaluation) > 100 and not set(calibration) & set(evaluation)
+    assert all("<" not in text[:200] for text in calibration[:20])
+
+
+@needs_real
+def test_searched_scales_gain_more_than_a_decibel_on_real_weights() -> None:
+    from baracuda.flow.checkpoint.tensorfile import TensorFile
+
+    with TensorFile(real.model_directory() / "model.safetensors") as file:
+        weight = file.read("model.layers.7.mlp.up_proj.weight").float()
+    groups = weight.reshape(len(weight), -1, 64)
+
+    def noise(scale: torch.Tensor, low: int) -> float:
+        s = scale[..., None]
+        return float(((groups / s).round().clamp(low, 7) * s - groups).double().square().sum())
+
+    plain = noise((groups.abs().amax(-1) / 7).bfloat16().float(), -7)
+    searched = noise(search_scales(weight, 64, Rounding(-8, 7, torch.bfloat16)), -8)
+    assert searched < 10**-0.1 * plain
