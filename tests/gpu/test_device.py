@@ -25,6 +25,7 @@ from baracuda.backends.triton import tune as common
 from baracuda.backends.triton.elementwise import tune
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
+from baracuda.core.types import OpCategory
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, Case, assert_same_bits, is_linear, operands, run
 
@@ -72,7 +73,7 @@ def _plans() -> list[Case]:
     """Every op, scope and mode once, so every schedule."""
     cases = []
     for op, row in OPS.items():
-        if op in (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR):
+        if row.category is OpCategory.GEMM:
             continue
         for scope in SCOPES:
             for mode in DynamicRangeMode if row.dynamic else [DynamicRangeMode.SYMMETRIC]:

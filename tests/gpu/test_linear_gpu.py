@@ -124,7 +124,7 @@ def test_an_activation_has_the_bits_of_the_reference_over_the_whole_range(elemen
     results = [torch.empty(1, n, dtype=element.dtype, device=DEVICE) for _ in plans]
     for bias in every_f32(n) if element is ElementKind.F32 else random_doubles(n):
         for plan, out in zip(plans, results, strict=True):
-            plan.launch((empty[:1], 1.0, None, empty, 1.0, bias, None, None, out), plan.allocate_workspace())
+            plan.launch((empty[:1], 1.0, None, empty, 1.0, bias, None, None, None, out), plan.allocate_workspace())
         assert torch.equal(*(out.view(torch.int32) for out in results))
 
 
@@ -222,14 +222,14 @@ def test_a_linear_can_be_captured_in_a_graph_and_replayed_on_new_data(shape) -> 
 def test_an_output_the_copy_engine_cannot_address_is_written_all_the_same() -> None:
     case = Case(problem(QuantizeKind.SMOOTHQUANT_LINEAR, (300, 256, 512), ElementKind.BF16, DynamicRangeMode.SYMMETRIC))
     plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=BackendKind.TRITON))
-    *inputs, _, output = operands(case, DEVICE)
+    *inputs, _, _, output = operands(case, DEVICE)
     shifted = torch.empty(output.numel() + 1, dtype=output.dtype, device=DEVICE)[1:].view_as(output)
     odd = torch.randn(output.numel() + 1, device=DEVICE).to(output.dtype)[1:].view_as(output)
     room = torch.empty(plan.workspace_size(), dtype=torch.uint8, device=DEVICE)
     for residual in (None, odd):
         aligned = None if residual is None else residual.clone()
-        plan.launch((*inputs, aligned, output), room)
-        plan.launch((*inputs, residual, shifted), room)
+        plan.launch((*inputs, aligned, None, output), room)
+        plan.launch((*inputs, residual, None, shifted), room)
         assert torch.equal(output, shifted)
 
 

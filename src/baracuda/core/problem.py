@@ -47,7 +47,8 @@ class Spec:
     quantized: ElementKind
     q_min: int
     q_max: int
-    scope: Scope = PerTensor()
+    #: Without a default: torch.compile of torch 2.11 cannot trace a constructor with an object as a default.
+    scope: Scope
     mode: DynamicRangeMode = DynamicRangeMode.SYMMETRIC
     arithmetic: Arithmetic = Arithmetic.DIVIDE
     #: What a dynamic scale is stored as.
@@ -116,6 +117,8 @@ class Problem(Spec, _Work):
     `shape` is the shape of the float tensor, or `(m, n, k)` for a linear. The constructor checks everything: a Problem
     that exists can be computed.
     """
+
+    scope: Scope = PerTensor()
 
     def __post_init__(self) -> None:
         super().__post_init__()

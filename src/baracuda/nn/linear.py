@@ -26,7 +26,7 @@ from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with, rtn
 from .launches import Launches
 from .row_sums import RowSums
-from .siblings import Sibling
+from .siblings import Sibling, asks_siblings
 from .state import fit_state, one_value
 
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -223,7 +223,7 @@ class QuantizedLinear(IntegerLinear):
         return cls._sized_as(linear, **options)._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._member is not None and (y := self._member.share(self, x)) is not None:
+        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
             return y
         if _is_traced():
             return self._forward_traced(under_autocast(x))
@@ -316,7 +316,7 @@ class SmoothQuantLinear(IntegerLinear):
         return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._member is not None and (y := self._member.share(self, x)) is not None:
+        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
             return y
         if x.is_floating_point():
             x = under_autocast(x)

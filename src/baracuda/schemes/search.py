@@ -52,9 +52,10 @@ def search_scales(weight: Tensor, group: int, rounding: Rounding, importance: Te
 
     `importance` `[K]` weighs the error of each column, as the mean square of the input channel does.
     """
-    columns = weight.shape[1]
+    columns, device = weight.shape[1], weight.device
+    weight, importance = _on_cpu(weight, importance)
     blocks = [_search(rows, group, rounding, importance) for rows in _blocks(weight)]
-    return torch.cat(blocks) if blocks else torch.ones(0, columns // group)
+    return torch.cat(blocks).to(device) if blocks else torch.ones(0, columns // group, device=device)
 
 
 def search_factors(
@@ -65,11 +66,18 @@ def search_factors(
     The scales have so few bits that every product is exact in the stored type: a file of group scales holds them, and a
     reader can tell the factors from it.
     """
-    columns = weight.shape[1]
+    columns, device = weight.shape[1], weight.device
+    weight, importance = _on_cpu(weight, importance)
     pairs = [_factors(rows, group, rounding, importance) for rows in _blocks(weight)]
     if not pairs:
-        return torch.ones(0), torch.ones(0, columns // group, dtype=torch.int8)
-    return torch.cat([scale for scale, _ in pairs]), torch.cat([factors for _, factors in pairs])
+        return torch.ones(0, device=device), torch.ones(0, columns // group, dtype=torch.int8, device=device)
+    scales, factors = (torch.cat(parts).to(device) for parts in zip(*pairs, strict=True))
+    return scales, factors
+
+
+def _on_cpu(weight: Tensor, importance: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Errors are sums of floats, which a GPU adds in another order: the search gives the same scales everywhere."""
+    return weight.cpu(), None if importance is None else importance.cpu()
 
 
 def split_factors(scales: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -73,7 +73,7 @@ def inputs(tokens: Path) -> dict[str, tuple[Tensor, Tensor]]:
 def test_a_method_gets_the_second_moments_of_its_layer_s_input(
     needs: str, options: dict[str, Any], llama: Path, tokens: Path, seen: dict[str, Any], tmp_path: Path
 ) -> None:
-    report = quantize_checkpoint(llama, tmp_path / "out", method=needs, calibration=tokens, **options)
+    report = quantize_checkpoint(llama, tmp_path / "out", method=needs, calibration=tokens, one_shot=True, **options)
     assert report["method"] == needs and report["run"]["made_from"]["options"]["method"] == needs
     found = inputs(tokens)
     assert len(found) == len(report["layers"]) == 14
@@ -130,7 +130,7 @@ def test_what_was_measured_survives_an_interruption(
 def test_a_method_that_needs_data_is_refused_without(llama: Path, seen: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(FlowError, match=r"needs calibration data.*--calibration FILE"):
         quantize_checkpoint(llama, tmp_path / "out", method="hessian")
-    with pytest.raises(FlowError, match="method: expected one of rtn, hessian, moments, got 'guess'"):
+    with pytest.raises(FlowError, match="method: expected one of rtn, gptq, hessian, moments, got 'guess'"):
         quantize_checkpoint(llama, tmp_path / "out", method="guess")
 
 
@@ -172,7 +172,7 @@ def test_a_recipe_is_written_as_groups_and_read_back() -> None:
 
 
 def test_a_scheme_that_no_checkpoint_has_is_not_read() -> None:
-    written = quantization_config(Recipe(Choice(checkpoint_scheme("w4a16")[0].with_activations("dynamic"))), [])
+    written = quantization_config(Recipe(Choice(checkpoint_scheme("w4a16")[0].with_activations("static"))), [])
     with pytest.raises(FlowError, match="its config_groups is not one baracuda reads"):
         parse_config(written)
 
