@@ -1,4 +1,4 @@
-"""One good problem for each of the 21 named plans: its descriptor and its arguments, to run or to spoil."""
+"""One good problem for each of 21 named plans: its descriptor and its arguments, to run or to spoil."""
 
 from __future__ import annotations
 
