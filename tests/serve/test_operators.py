@@ -53,7 +53,8 @@ def test_four_bit_weights_are_those_of_their_groups(dtype: torch.dtype) -> None:
     weight, scale = four_bits()
     whole = baracuda.dequantize(weight, scale, scope=baracuda.PerGroup(32), element="s4", dtype=dtype)
     expected = torch.nn.functional.linear(x(5, dtype=dtype), whole)
-    assert torch.equal(operators.call.int4_linear(x(5, dtype=dtype), weight, scale, None, 32), expected)
+    got = operators.call.int4_linear(x(5, dtype=dtype), weight, scale, None, 32)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0.02 if dtype is torch.bfloat16 else 1e-4)
 
 
 def test_a_kernel_for_four_bit_weights_is_used_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -332,7 +332,9 @@ def _weight_only_linear(see: _Seen, operands: tuple[Value, ...]) -> None:
     if weight_zero_point is not None:
         groups = groups - cast(Tensor, weight_zero_point)[:, :, None]
     weight = (groups * cast(Tensor, weight_scale).to(torch.float64)[:, :, None]).reshape(q.shape)
-    y = cast(Tensor, x).to(torch.float64).contiguous() @ weight.T
+    # Row by row: the bits of a matrix library may depend on how many rows there are and where they lie in memory.
+    rows = [(weight * row).sum(dim=1) for row in cast(Tensor, x).to(torch.float64)]
+    y = torch.stack(rows) if rows else weight.new_zeros(0, weight.shape[0])
     y = y if bias is None else y + cast(Tensor, bias).to(torch.float64)
     y = activated(y, p.nonlinearity)
     y = y if residual is None else y + cast(Tensor, residual).to(torch.float64)

@@ -117,11 +117,13 @@ def test_packed_weights_are_loaded_and_compute_what_they_stand_for(
 
 
 def test_the_weight_of_a_packed_linear_has_the_type_of_its_scales_and_no_storage_on_the_meta_device() -> None:
+    from transformers import initialization
+
     linear = PackedLinear(64, 32, False, 16, dtype=torch.bfloat16)
     linear.weight_packed.random_()
     assert linear.weight.dtype is torch.bfloat16
     assert torch.equal(linear.weight, linear.dequantized_weight(torch.bfloat16)) and linear.weight.any()
-    assert torch.equal(transformers.initialization.normal_(linear.weight), linear.weight), "it counts as loaded"
+    assert torch.equal(initialization.normal_(linear.weight), linear.weight), "it counts as loaded"
     empty = linear.to("meta").weight
     assert empty.is_meta and empty.shape == (32, 64) and empty.dtype is torch.bfloat16
 
