@@ -22,6 +22,7 @@ from .plans import names as _plans
 from .plans.names import *
 
 if TYPE_CHECKING:
+    # The documentation reads this file without running it, so it does not see the names that `plans.names` derives.
     from . import autograd as autograd
     from . import flow as flow
     from . import nn as nn
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .flow.hf.quantizer import BaracudaConfig as BaracudaConfig
     from .flow.hf.save import save as save
     from .models import *
+    from .plans.declarations import *
+    from .plans.descriptors import *
+    from .plans.plan import Plan as Plan
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.
 _LAZY = {

@@ -1,12 +1,27 @@
 """The functions most people call: tensors in, tensors out, a cached plan in between."""
 
-# ruff: noqa: F403
-
 from __future__ import annotations
 
-from . import elementwise as _elementwise
-from . import linears as _linears
-from .elementwise import *
-from .linears import *
+from .elementwise import (
+    Quantized,
+    choose_qparams,
+    dequantize,
+    dynamic_fake_quantize,
+    dynamic_quantize,
+    fake_quantize,
+    quantize,
+)
+from .linears import quantized_linear, smoothquant_linear, weight_only_linear
 
-__all__ = [name for module in (_elementwise, _linears) for name in module.__all__]
+__all__ = [
+    "Quantized",
+    "choose_qparams",
+    "dequantize",
+    "dynamic_fake_quantize",
+    "dynamic_quantize",
+    "fake_quantize",
+    "quantize",
+    "quantized_linear",
+    "smoothquant_linear",
+    "weight_only_linear",
+]
