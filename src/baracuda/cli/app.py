@@ -5,37 +5,26 @@ from __future__ import annotations
 import os
 import platform
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from .. import __version__
 from ..backends.matrix import SCOPES, Cell, cells
 from ..backends.registry import BACKENDS, kernels
-from ..core.errors import BaracudaError
 from ..core.types import BackendKind
 from ..plans.plan import resolve_device
-from ..schemes import checkpoint_names, method_names
 from . import demo, evaluation
-
-
-def one_of(names: list[str]) -> str:
-    """a, b or c"""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"
-
+from .quantize import quantize
+from .terminal import bars, console, errors_told
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-console = Console()
 
 
 def _say_version(asked: bool) -> None:
@@ -82,85 +71,12 @@ def run_demo(
     """A first minute: make a small model, quantize it in every scheme, check it and see what it cost."""
     if scopes:
         return demo.run_scopes(console, _device(device))
-    with _errors():
+    with errors_told():
         demo.run(console, _device(device), output)
     return None
 
 
-@app.command()
-def quantize(
-    context: typer.Context,
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
-    out: Annotated[
-        Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
-    ],
-    scheme: Annotated[str, typer.Option(help=f"{one_of(checkpoint_names())}.")] = "w8a8",
-    activations: Annotated[
-        str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
-    ] = "dynamic",
-    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
-    evaluate: Annotated[
-        Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
-    ] = None,
-    smooth: Annotated[
-        bool, typer.Option("--smooth", help="Move outliers of the activations into the weights first (SmoothQuant).")
-    ] = False,
-    alpha: Annotated[str, typer.Option(help="Strength of smoothing from 0 to 1, or auto: searched per layer.")] = "0.5",
-    method: Annotated[
-        str, typer.Option(help=f"How weights become integers: {one_of(method_names())}; rtn rounds to nearest.")
-    ] = "rtn",
-    one_shot: Annotated[
-        bool,
-        typer.Option("--one-shot", help="Calibrate on the float model, not on the quantized layers before each one."),
-    ] = False,
-    recipe: Annotated[
-        Path | None, typer.Option(help="A TOML file with scheme, method, group_size, ignore, and layers that differ.")
-    ] = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
-    ] = None,
-    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a8 and w4a16.")] = 128,
-    samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
-    resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = False,
-) -> None:
-    """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
-    with _errors(), _interrupted(out):
-        from ..flow import FlowError, quantize_checkpoint
-        from ..flow.run.steps import is_complete
-
-        for option in ("scheme", "method", "group_size"):
-            if recipe is not None and _given(context, option):
-                raise FlowError(f"--{option.replace('_', '-')}: the recipe says it; drop it, or change {recipe}")
-        ended = resume and is_complete(out)
-        with _bars() as progress:
-            content = quantize_checkpoint(
-                model_dir,
-                out,
-                scheme=scheme,
-                activations=activations,
-                calibration=calibration,
-                evaluation=evaluate,
-                smooth=smooth or None,
-                method=method,
-                one_shot=one_shot,
-                recipe=recipe,
-                alpha=_alpha(alpha) if _given(context, "alpha") else None,
-                ignore=ignore or (),
-                group_size=group_size if _given(context, "group_size") else None,
-                samples=samples,
-                sequence_length=sequence_length,
-                device=device,
-                resume=resume,
-                progress=progress,
-            )
-        if content and ended:
-            said = f"{escape(str(out))} was finished already, from this model with these options"
-            console.print(said, highlight=False, soft_wrap=True)
-        if content:
-            console.print(_summary(content, out))
+app.command()(quantize)
 
 
 @app.command()
@@ -172,7 +88,7 @@ def verify(
     from ..flow import verify as check
     from ..flow.checkpoint.compare import smoothed
 
-    with _errors():
+    with errors_told():
         _require_checkpoints(out, against)
         findings = check(out, against)
     if findings:
@@ -201,10 +117,10 @@ def evaluate_(
     """Measure a model on a text: its perplexity, and with --against what quantization cost it."""
     import json
 
-    with _errors():
+    with errors_told():
         from ..flow import evaluate_checkpoint
 
-        with _bars() as progress:
+        with bars() as progress:
             sizes = {"samples": samples, "sequence_length": sequence_length}
             found = evaluate_checkpoint(checkpoint, text, against=against, device=device, progress=progress, **sizes)
     console.print(evaluation.figures(found))
@@ -217,7 +133,7 @@ def report(out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")])
     """Rebuild baracuda_report.html from baracuda_report.json."""
     from ..flow import report as rebuild
 
-    with _errors():
+    with errors_told():
         console.print(escape(str(rebuild(out))), highlight=False, soft_wrap=True)
 
 
@@ -233,7 +149,7 @@ def bench(
     """Measure tokens a second of prefill and decode, and memory, on this machine; two models in turns in one run."""
     from ..flow.run.speed import compare_speed
 
-    with _errors(), console.status("") as status:
+    with errors_told(), console.status("") as status:
         say = lambda what: status.update(escape(what))  # noqa: E731
         rows = compare_speed(
             model_dir, quantized_dir, device=device, batch=batch, length=length, tokens=tokens, progress=say
@@ -249,37 +165,6 @@ def bench(
     console.print(table)
 
 
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Print the errors that baracuda raises on purpose as a sentence; anything else is a bug and keeps its trace."""
-    try:
-        yield
-    except (BaracudaError, OSError) as error:  # a full disk is no bug either
-        message = str(error).replace("device='cpu'", "--device cpu")  # written for Python
-        console.print(f"[red]{escape(message)}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
-
-
-@contextmanager
-def _interrupted(out: Path) -> Iterator[None]:
-    """On Ctrl-C, say what is finished and how to resume."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        from ..flow.checkpoint.directory import JOURNAL
-
-        outcome = "nothing was written"
-        if (out / JOURNAL).exists():
-            outcome = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
-        if _first_rank():
-            console.print(f"[yellow]stopped: {outcome}[/]", highlight=False, soft_wrap=True)
-        raise typer.Exit(130) from None
-
-
-def _first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
 def _require_checkpoints(out: Path, against: Path | None) -> None:
     """Raise where a directory is missing: that is an error of the call, not a finding about a checkpoint."""
     from ..flow import FlowError
@@ -293,56 +178,8 @@ def _require_checkpoints(out: Path, against: Path | None) -> None:
             pass
 
 
-def _given(context: typer.Context, option: str) -> bool:
-    """Whether the user gave the option: one that the scheme ignores is refused only then."""
-    source = context.get_parameter_source(option)
-    return source is not None and source.name != "DEFAULT"
-
-
-def _alpha(text: str) -> float | str:
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-@contextmanager
-def _bars() -> Iterator[Callable[[str, int, int, str], None]]:
-    """A bar for each stage, with the time left. Only the first rank draws."""
-    columns = (
-        TextColumn("{task.description:>10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[label]}", style="dim"),
-    )
-    drawn = Progress(*columns, console=console, disable=not _first_rank())
-    tasks: dict[str, TaskID] = {}
-
-    def progress(stage: str, done: int, total: int, label: str) -> None:
-        drawn.start()  # not earlier: an error before the first step is printed without bars
-        if stage not in tasks:
-            tasks[stage] = drawn.add_task(stage, total=total, label="")
-        drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
-
-    try:
-        yield progress
-    finally:
-        if tasks:
-            drawn.stop()
-
-
-def _summary(content: dict[str, Any], out: Path) -> Table:
-    table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in demo.summary(content):
-        table.add_row(name, escape(value))
-    table.add_row("report", escape(str(out / "baracuda_report.html")))
-    table.add_row("next", escape(f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})"))
-    return table
-
-
 def _device(name: str | None) -> torch.device:
-    with _errors():
+    with errors_told():
         return resolve_device(name)
 
 
