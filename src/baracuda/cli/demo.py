@@ -146,7 +146,7 @@ def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
         cosine = evaluation["cosine"]
         mean, least = (number(cosine[which], ".4f") for which in ("mean", "min"))
         lines.append(("embeddings", f"cosine {mean} on average, {least} at least"))
-    lines += [("note", note) for note in content["notes"]]
+    lines += [("note", note) for note in content.get("notes", [])]
     return lines
 
 

@@ -33,6 +33,17 @@ def some(names: list[str], shown: int = 3) -> str:
     return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
 
 
+def shown(value: object, limit: int = 60) -> str:
+    """A value from a file as an error shows it: short, and in ASCII, whatever it holds."""
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {'table' if isinstance(value, dict) else 'list'} of {len(value)}"
+    try:
+        text = ascii(value if not isinstance(value, str) else value[: limit + 1])
+    except ValueError:  # an integer of more digits than Python prints
+        text = "a huge number"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
 def require_pattern(pattern: str, where: str = "--ignore") -> None:
     """Raise unless this is a usable pattern over module names; `where` says who wrote it."""
     if (error := flaw(pattern)) is not None:

@@ -1,10 +1,16 @@
-"""The report as one page: no scripts, no fonts, no files beside it. Its plots are SVG, drawn here from the numbers."""
+"""The report as one page: no scripts, no fonts, no files beside it. Its plots are SVG, drawn here from the numbers.
+
+Everything is made by `element`, which escapes each value that is not markup: names in files are not to be trusted. The
+page's policy allows this style and nothing else, so colours are classes, never `style` attributes.
+"""
 
 from __future__ import annotations
 
 import math
-from html import escape
+from collections.abc import Iterable
 from typing import Any
+
+from .markup import Markup, document, element, join
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --dim: #667085; --line: #d8dee8; --paper: #fff; --card: #f6f8fb;
@@ -27,20 +33,25 @@ th { position: sticky; top: 0; background: var(--card); } td { overflow-wrap: an
   .names td { white-space: normal; } }
 svg text { fill: var(--dim); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
 height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
+.a { background: var(--a); fill: var(--a); } .b { background: var(--b); fill: var(--b); }
+svg line { stroke: var(--line); }
 """
 
 
 def page(content: dict[str, Any]) -> str:
-    """The whole page. Every string from a checkpoint is escaped: names in files are not to be trusted."""
+    """The whole page, of a report whose types `require_report` has checked or a run has just made."""
     model, run = content["model"], content["run"]
     static = (content["scheme"]["input_activations"] or {}).get("dynamic") is False
     title = f"{model['name']}, {content['scheme']['name']}{', static activations' if static else ''}"
     architecture = ", ".join(model["architectures"] or ["unknown architecture"])
+    origin = (
+        f"{architecture}, quantized by baracuda {content['baracuda']} in {run['seconds']:.1f} s "
+        f"({run['megabytes_per_second']:.3g} MB/s, {run['device']}, "
+        f"{run['ranks']} process{'' if run['ranks'] == 1 else 'es'})"
+    )
     parts = [
-        f"<h1>{escape(title)}</h1>",
-        f'<p class="dim">{escape(architecture)}, quantized by baracuda {escape(content["baracuda"])} in '
-        f"{run['seconds']:.1f} s ({run['megabytes_per_second']:.3g} MB/s, {escape(run['device'])}, "
-        f"{run['ranks']} process{'' if run['ranks'] == 1 else 'es'})</p>",
+        element("h1", title),
+        element("p", origin, class_="dim"),
         _cards(content),
         _evaluation(content["evaluation"]),
         _weights(content["layers"]),
@@ -49,15 +60,10 @@ def page(content: dict[str, Any]) -> str:
         _smoothing(content["smoothing"]),
         _left(content),
     ]
-    body = "\n".join(part for part in parts if part)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n{body}\n</body></html>\n"
-    )
+    return document(title, STYLE, *(join("\n", part) for part in parts if part), "\n")
 
 
-def _cards(content: dict[str, Any]) -> str:
+def _cards(content: dict[str, Any]) -> Markup:
     size, layers, evaluation = content["size"], content["layers"], content["evaluation"] or {}
     known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
     cards = [
@@ -69,116 +75,135 @@ def _cards(content: dict[str, Any]) -> str:
     if "kl" in evaluation:
         perplexity = evaluation["perplexity"]
         quantized, exact = (number(perplexity[name], ".4g") for name in ("quantized", "float"))
-        agreement = f"KL of the logits, same top token {evaluation['top1_agreement']:.1%}"
+        agreement = f"KL of the logits, same top token {number(evaluation['top1_agreement'], '.1%')}"
         cards += [(number(evaluation["kl"], ".2e"), agreement), (quantized, f"perplexity, float {exact}")]
     if "cosine" in evaluation:
         mean, least = (number(evaluation["cosine"][name], ".4f") for name in ("mean", "min"))
         cards.append((mean, f"embedding cosine, least {least}"))
     speed = content["run"].get("tokens_per_second")
     if speed:
-        cards.append((f"{speed['quantized']:.0f}", f"tokens/s here, float {speed['float']:.0f}"))
-    inner = "".join(f'<div class="card"><b>{escape(big)}</b><span>{escape(small)}</span></div>' for big, small in cards)
-    return f'<div class="cards">{inner}</div>'
+        quantized, exact = (number(speed[name], ".0f") for name in ("quantized", "float"))
+        cards.append((quantized, f"tokens/s here, float {exact}"))
+    inner = (element("div", element("b", big), element("span", small), class_="card") for big, small in cards)
+    return element("div", *inner, class_="cards")
 
 
-def _evaluation(evaluation: dict[str, Any] | None) -> str:
+def _evaluation(evaluation: dict[str, Any] | None) -> Markup:
     if evaluation is None:
-        return (
-            '<p class="dim">No evaluation data was given: accuracy below is that of the weights alone. '
-            "Add <code>--evaluate FILE</code> for perplexity, KL or embedding cosine.</p>"
+        nothing = "No evaluation data was given: accuracy below is that of the weights alone. Add "
+        return element(
+            "p", nothing, element("code", "--evaluate FILE"), " for perplexity, KL or embedding cosine.", class_="dim"
         )
-    return f'<p class="dim">Evaluated on {evaluation["tokens"]} tokens of {escape(evaluation["data"])}.</p>'
+    return element("p", f"Evaluated on {evaluation['tokens']} tokens of {evaluation['data']}.", class_="dim")
 
 
-def _weights(layers: list[dict[str, Any]]) -> str:
-    rows = "".join(
-        f"<tr><td>{escape(layer['name'])}</td><td>{' x '.join(map(str, layer['shape']))}</td>"
-        f"<td>{number(layer['sqnr_db'], '.1f', 'exact')}</td><td>{number(layer['max_error'], '.2e')}</td>"
-        f"<td>{layer['measured_rows']}</td>"
-        f"<td>{_bytes(layer['bytes_before'])}</td><td>{_bytes(layer['bytes_after'])}</td></tr>"
+def _weights(layers: list[dict[str, Any]]) -> Markup:
+    rows = (
+        (
+            layer["name"],
+            " x ".join(map(str, layer["shape"])),
+            number(layer["sqnr_db"], ".1f", "exact"),
+            number(layer["max_error"], ".2e"),
+            layer["measured_rows"],
+            _bytes(layer["bytes_before"]),
+            _bytes(layer["bytes_after"]),
+        )
         for layer in layers
     )
-    return (
-        "<h2>Weights</h2><p>Signal over quantization noise of each weight, in decibels: 6 dB is one bit. Where a "
-        "weight is large, a sample of its rows is measured.</p>"
-        f"{_bars([(layer['name'], [layer['sqnr_db']]) for layer in layers], ['SQNR, dB'])}"
-        '<div class="scroll"><table><tr><th>layer</th><th>shape</th><th>SQNR dB</th><th>max error</th>'
-        "<th>rows measured</th>"
-        f"<th>before</th><th>after</th></tr>{rows}</table></div>"
+    columns = ("layer", "shape", "SQNR dB", "max error", "rows measured", "before", "after")
+    return join(
+        element("h2", "Weights"),
+        element(
+            "p",
+            "Signal over quantization noise of each weight, in decibels: 6 dB is one bit. Where a weight is large, a "
+            "sample of its rows is measured.",
+        ),
+        _bars([(layer["name"], [layer["sqnr_db"]]) for layer in layers], ["SQNR, dB"]),
+        _table(columns, rows),
     )
 
 
-def _outputs(evaluation: dict[str, Any] | None) -> str:
+def _outputs(evaluation: dict[str, Any] | None) -> Markup:
     if not evaluation or not evaluation.get("layers"):
-        return ""
-    return (
-        "<h2>Outputs</h2><p>Signal over noise of each layer's output in the running model, the noise of all layers "
-        f"before it included.</p>{_bars([(n, [v]) for n, v in evaluation['layers'].items()], ['SQNR, dB'])}"
+        return Markup()
+    return join(
+        element("h2", "Outputs"),
+        element(
+            "p",
+            "Signal over noise of each layer's output in the running model, the noise of all layers before it "
+            "included.",
+        ),
+        _bars([(name, [value]) for name, value in evaluation["layers"].items()], ["SQNR, dB"]),
     )
 
 
-def _outliers(layers: list[dict[str, Any]], smoothing: dict[str, Any] | None) -> str:
-    known = [layer for layer in layers if "outlier_before" in layer]
+def _outliers(layers: list[dict[str, Any]], smoothing: dict[str, Any] | None) -> Markup:
+    known = [layer for layer in layers if "outlier_before" in layer and "outlier_after" in layer]
     if not known:
-        return ""
+        return Markup()
     bars = [(layer["name"], [layer["outlier_before"], layer["outlier_after"]]) for layer in known]
     alpha = (smoothing or {}).get("alpha")
-    note = f" Smoothing strength alpha: {escape(str(alpha))}." if alpha is not None else ""
-    return (
-        "<h2>Activation outliers</h2><p>The largest channel of each layer's input over the typical one: what a scale "
-        f"shared by all channels has to bear.{note}</p>{_bars(bars, ['before', 'after smoothing'], log=True)}"
+    note = f" Smoothing strength alpha: {alpha}." if alpha is not None else ""
+    return join(
+        element("h2", "Activation outliers"),
+        element(
+            "p",
+            "The largest channel of each layer's input over the typical one: what a scale shared by all channels has "
+            f"to bear.{note}",
+        ),
+        _bars(bars, ["before", "after smoothing"], log=True),
     )
 
 
-def _smoothing(smoothing: dict[str, Any] | None) -> str:
+def _smoothing(smoothing: dict[str, Any] | None) -> Markup:
     if not smoothing or "folded" not in smoothing:
-        return ""
-    gate = smoothing["gate"]
-    folded = "".join(
-        f'<tr><td>{escape(fold["from"])}</td><td class="text">{escape(", ".join(fold["into"]))}</td></tr>'
-        for fold in smoothing["folded"]
+        return Markup()
+    gate, reasons = smoothing["gate"], smoothing["not_folded"]
+    folded = ((fold["from"], ", ".join(fold["into"])) for fold in smoothing["folded"])
+    said = (
+        f"{len(smoothing['folded'])} folds, proved on the traced graph. The smoothed float model differs from the "
+        f"original by {number(gate['largest_difference'], '.1e')} of an output's size at most (allowed "
+        f"{gate['tolerance']:.0e}, computed in {gate['dtype']})."
     )
-    reasons = "".join(
-        f'<tr><td>{escape(name)}</td><td class="text">{escape(why)}</td></tr>'
-        for name, why in smoothing["not_folded"].items()
-    )
-    left = (
-        f"<p>{len(smoothing['not_folded'])} layers were left unsmoothed, because folding is not provable there:</p>"
-        f'<div class="scroll names"><table><tr><th>layer</th><th class="text">why</th></tr>{reasons}</table></div>'
-    )
-    return (
-        f"<h2>Smoothing</h2><p>{len(smoothing['folded'])} folds, proved on the traced graph. The smoothed float model "
-        f"differs from the original by {gate['largest_difference']:.1e} of an output's size at most (allowed "
-        f"{gate['tolerance']:.0e}, computed in {escape(gate['dtype'])}).</p>"
-        '<div class="scroll names"><table><tr><th>divided</th><th class="text">multiplied</th></tr>'
-        f"{folded}</table></div>"
-        f"{left if smoothing['not_folded'] else ''}"
+    left = f"{len(reasons)} layers were left unsmoothed, because folding is not provable there:"
+    return join(
+        element("h2", "Smoothing"),
+        element("p", said),
+        _table(("divided", "multiplied"), folded, words=True),
+        join(element("p", left), _table(("layer", "why"), reasons.items(), words=True)) if reasons else "",
     )
 
 
-def _left(content: dict[str, Any]) -> str:
-    rows = "".join(
-        f'<tr><td>{escape(entry["name"])}</td><td class="text">{escape(entry["reason"])}</td></tr>'
-        for entry in content["left"]
+def _left(content: dict[str, Any]) -> Markup:
+    rows = [(entry["name"], entry["reason"]) for entry in content["left"]]
+    return join(
+        element("h2", "Left in floating point"),
+        element("p", f"Linears were found by {content['linears_found_by']}."),
+        *(element("p", note) for note in content.get("notes", [])),
+        _table(("module", "why"), rows, words=True) if rows else element("p", "Nothing."),
     )
-    table = (
-        f'<div class="scroll names"><table><tr><th>module</th><th class="text">why</th></tr>{rows}</table></div>'
-        if rows
-        else "<p>Nothing.</p>"
-    )
-    notes = "".join(f"<p>{escape(note)}</p>" for note in content.get("notes", []))
-    found = escape(content["linears_found_by"])
-    return f"<h2>Left in floating point</h2><p>Linears were found by {found}.</p>{notes}{table}"
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------
 
 
-def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log: bool = False) -> str:
+def _table(columns: Iterable[object], rows: Iterable[Iterable[object]], *, words: bool = False) -> Markup:
+    """A table that scrolls; with `words`, all columns but the first hold sentences."""
+
+    def cells(tag: str, row: Iterable[object]) -> Markup:
+        return element(
+            "tr", *(element(tag, cell, class_="text" if words and i else None) for i, cell in enumerate(row))
+        )
+
+    table = element("table", cells("th", columns), *(cells("td", row) for row in rows))
+    return element("div", table, class_="scroll names" if words else "scroll")
+
+
+def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log: bool = False) -> Markup:
     """A column a layer, in the order of the model; names appear on hover, since hundreds do not fit."""
     values = [v for _, row in rows for v in row if v is not None and math.isfinite(v) and (v > 0 or not log)]
     if not values:
-        return ""
+        return Markup()
     width, height, left, bottom = 1000, 220, 44, 18
     top = max(values)
     low = math.log10(max(min(values), 1e-3)) - 0.1 if log else 0.0
@@ -191,26 +216,28 @@ def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log:
         return (height - bottom) * (1 - (level - low) / (high - low))
 
     slot = (width - left) / len(rows)
-    shapes = []
+    shapes: list[Markup] = []
     for tick in ticks:
         at = y(tick)
-        shapes.append(f'<line x1="{left}" x2="{width}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--line)"/>')
-        shapes.append(f'<text x="{left - 6}" y="{max(at, 8) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
+        shapes.append(element("line", x1=left, x2=width, y1=f"{at:.1f}", y2=f"{at:.1f}"))
+        shapes.append(_label(f"{tick:.4g}", left - 6, max(at, 8) + 4, end=True))
     thick = max(0.8, slot * 0.8 / len(series))
     for i, (name, row) in enumerate(rows):
         for j, value in enumerate(row):
             if value is None or not math.isfinite(value) or (log and value <= 0):
                 continue
             x, edge = left + i * slot + slot * 0.1 + j * thick, y(value)
-            shapes.append(
-                f'<rect x="{x:.1f}" y="{edge:.1f}" width="{thick:.1f}" height="{max(0.5, height - bottom - edge):.1f}" '
-                f'fill="var(--{"ab"[j]})"><title>{escape(name)}: {value:.4g}</title></rect>'
-            )
-    shapes.append(f'<text x="{left}" y="{height - 4}">first layer</text>')
-    shapes.append(f'<text x="{width}" y="{height - 4}" text-anchor="end">last layer</text>')
-    legend = "".join(f'<i style="background: var(--{"ab"[j]})"></i>{escape(name)}' for j, name in enumerate(series))
-    svg = f'<svg viewBox="0 0 {width} {height}" role="img">{"".join(shapes)}</svg>'
-    return f'<p class="legend dim">{legend}</p><div class="plot">{svg}</div>'
+            box = {"x": x, "y": edge, "width": thick, "height": max(0.5, height - bottom - edge)}
+            named = element("title", f"{name}: {value:.4g}")
+            shapes.append(element("rect", named, class_="ab"[j], **{key: f"{v:.1f}" for key, v in box.items()}))
+    shapes += [_label("first layer", left, height - 4), _label("last layer", width, height - 4, end=True)]
+    legend = (join(element("i", class_="ab"[j]), name) for j, name in enumerate(series))
+    svg = element("svg", *shapes, viewBox=f"0 0 {width} {height}", role="img")
+    return join(element("p", *legend, class_="legend dim"), element("div", svg, class_="plot"))
+
+
+def _label(words: str, x: float, y: float, *, end: bool = False) -> Markup:
+    return element("text", words, x=x, y=f"{y:.1f}", text_anchor="end" if end else None)
 
 
 def _ticks(low: float, high: float) -> list[float]:

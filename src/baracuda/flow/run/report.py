@@ -16,6 +16,7 @@ from ..checkpoint.directory import REPORT, REPORT_PAGE, Checkpoint, read_json
 from ..errors import FlowError, os_errors_explained
 from ..hf.structure import Structure
 from .journal import Journal, sync_directory
+from .schema import require_report
 
 
 def collect(
@@ -50,8 +51,8 @@ def collect(
         "baracuda": __version__,
         "model": {
             "name": source.directory.resolve().name,
-            "architectures": source.config.get("architectures"),
-            "model_type": source.config.get("model_type"),
+            "architectures": _texts(source.config.get("architectures")),
+            "model_type": kind if isinstance(kind := source.config.get("model_type"), str) else None,
         },
         "scheme": quantization_config(recipe, [])["config_groups"]["group_0"] | {"name": scheme},
         **({} if recipe.default.method.name == "rtn" else {"method": recipe.default.method.name}),
@@ -63,6 +64,11 @@ def collect(
         "size": {"before": before, "after": after, "ratio": after / before},
         "evaluation": None,
     }
+
+
+def _texts(value: Any) -> list[str] | None:
+    """A config's list of names; None where it is anything else, since configs come from strangers."""
+    return value if isinstance(value, list) and all(isinstance(name, str) for name in value) else None
 
 
 def run_section(
@@ -114,6 +120,11 @@ def write(journal: Journal, out: Path, content: dict[str, Any]) -> None:
     journal.write_json(out / REPORT, content)
 
 
+def read_report(out: Path) -> dict[str, Any]:
+    """The report of a run that has ended, its types checked."""
+    return require_report(read_json(out / REPORT), str(out / REPORT))
+
+
 def rebuild(out: str | Path) -> Path:
     """Draw the page again from the report's JSON."""
     from .page import page
@@ -121,11 +132,7 @@ def rebuild(out: str | Path) -> Path:
     out = Path(out)
     if not (out / REPORT).exists():
         raise FlowError(f"{out}: no {REPORT} there; `baracuda quantize` writes one")
-    content = read_json(out / REPORT)
-    try:
-        text = page(content)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FlowError(f"{out / REPORT}: not a report of this version ({type(error).__name__}: {error})") from None
+    text = page(read_report(out))
     temporary = out / f".{REPORT_PAGE}.tmp"
     with os_errors_explained(out, "run it again"):
         temporary.write_text(text)

@@ -132,7 +132,7 @@ class Run:
 
     def _ended(self) -> dict[str, Any]:
         """The report of the run that has ended here; raises where that is another run than the one asked for."""
-        content = read_json(self.out / REPORT)
+        content = reports.read_report(self.out)
         asked = self.record()
         del asked["baracuda"]  # a result stands, whichever version made it
         if asked["evaluation"] is None:

@@ -1,0 +1,71 @@
+"""HTML that is safe by construction: whatever is not made by `element` is text, and is escaped."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from html import escape
+
+from ...core.printable import printable
+
+#: What a page may consist of. Nothing here runs, loads or submits anything.
+TAGS = frozenset(
+    (
+        *("b", "br", "code", "details", "div", "em", "g", "h1", "h2", "h3", "i", "li", "line", "ol", "p", "path"),
+        *("polyline", "rect", "small", "span", "strong", "summary", "svg", "table", "tbody", "td", "text", "th"),
+        *("thead", "title", "tr", "ul"),
+    )
+)
+ATTRIBUTES = frozenset(
+    (
+        *("aria-label", "class", "colspan", "cx", "cy", "d", "fill", "height", "id", "open", "opacity", "points", "r"),
+        *("role", "rowspan", "stroke", "stroke-dasharray", "stroke-width", "text-anchor", "title", "transform"),
+        *("viewBox", "width", "x", "x1", "x2", "y", "y1", "y2"),
+    )
+)
+
+
+class Markup(str):
+    """A string that is HTML already. Make one with `text`, `element` or `join`, never from a string."""
+
+    __slots__ = ()
+
+
+def text(value: object) -> Markup:
+    """The one way from a value to the text of a page. Markup stays as it is."""
+    return value if isinstance(value, Markup) else Markup(escape(printable(str(value)), quote=True))
+
+
+def join(*parts: object) -> Markup:
+    """The parts one after the other; those that are no markup become text."""
+    return Markup("".join(map(text, parts)))
+
+
+def element(tag: str, *children: object, **attributes: object) -> Markup:
+    """An element with its children. Attributes are spelled with `_` for `-`, and `class_`; None leaves one out.
+
+    Tags and attributes that can run, load or restyle something raise: add a class to the page's style instead.
+    """
+    if tag not in TAGS:
+        raise ValueError(f"<{tag}>: expected one of the elements that a report may hold: {', '.join(sorted(TAGS))}")
+    given = []
+    for key, value in attributes.items():
+        name = key.rstrip("_").replace("_", "-")
+        if name not in ATTRIBUTES:
+            raise ValueError(f"{name}: expected one of the attributes of a report: {', '.join(sorted(ATTRIBUTES))}")
+        if value is not None:
+            given.append(f' {name}="{escape(printable(str(value)), quote=True)}"')
+    start = f"<{tag}{''.join(given)}>"
+    return Markup(start if tag == "br" else f"{start}{join(*children)}</{tag}>")
+
+
+def document(title: str, style: str, *body: object) -> str:
+    """A whole page that may use this style and nothing else: its Content-Security-Policy allows no other source."""
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title><style>{style}</style></head>\n<body>{join(*body)}</body></html>\n"
+    )
