@@ -34,9 +34,9 @@ _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
 
-#: Whether siblings are shared inside a trace of torch.compile too: tried with torch 2.13. Older versions break the
+#: Whether siblings are shared inside a trace of torch.compile too: tried with torch 2.11 and 2.13. Older versions may break the
 #: graph where the parts are asked, so there a compiled model computes its linears one by one.
-_SHARED_IN_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+_SHARED_IN_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
 def asks_siblings() -> bool:
