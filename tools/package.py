@@ -26,7 +26,9 @@ def tracked() -> set[str]:
 
 def wheel_files(version: str) -> set[str]:
     """The package, its compiled module and the metadata."""
-    package = {name.removeprefix("src/") for name in tracked() if name.startswith("src/baracuda/")}
+    package = {
+        name.removeprefix("src/") for name in tracked() if name.startswith(("src/baracuda/", "src/baracuda_cli/"))
+    }
     return package | EXTENSIONS | {f"baracuda-{version}.dist-info/{name}" for name in METADATA}
 
 

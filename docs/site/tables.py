@@ -16,7 +16,7 @@ import baracuda
 from baracuda import BackendKind, ElementKind, Plan, PrecisionGuarantee
 from baracuda.backends.matrix import SCOPES, Cell, cells
 from baracuda.backends.registry import BACKENDS, contract
-from baracuda.cli.app import app
+from baracuda_cli import app
 
 from .markdown import table
 

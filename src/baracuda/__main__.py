@@ -1,5 +1,5 @@
 """`python -m baracuda`, the same as the `baracuda` command."""
 
-from .cli.app import app
+from baracuda_cli import app
 
 app()

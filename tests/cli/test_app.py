@@ -13,10 +13,10 @@ import torch
 from typer.testing import CliRunner
 
 from baracuda import __version__, flow
-from baracuda.cli import demo
-from baracuda.cli.app import app, console
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.run import steps
+from baracuda_cli import app, demo
+from baracuda_cli.terminal import console
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()

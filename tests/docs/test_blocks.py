@@ -8,8 +8,8 @@ import pytest
 import torch
 from docs_blocks import ROOT, Block, Runner, blocks
 
-from baracuda.cli import demo
 from baracuda.flow.hf.skeleton import quiet
+from baracuda_cli import demo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -159,7 +159,6 @@ LAYERS = [
     ["models", "parallel"],
     ["flow", "serve"],
     ["importing"],
-    ["cli"],
     ["__init__", "__main__"],
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -237,7 +236,7 @@ def test_imports_point_one_way_inside_the_flow(name: str, path: Path) -> None:
             assert rank[below] < rank[own] or below == own, f"{name} imports {target}, a folder above its own"
 
 
-@pytest.mark.parametrize("room", ["flow", "schemes", "models", "cli"])
+@pytest.mark.parametrize("room", ["flow", "schemes", "models"])
 def test_no_module_of_a_room_imports_itself_by_a_detour(room: str) -> None:
     files = dict(modules(room))
     graph = {
@@ -285,10 +284,10 @@ def test_heavy_packages_wait_until_something_needs_them(name: str, path: Path) -
 def test_the_import_checks_see_imports(tmp_path: Path) -> None:
     file = tmp_path / "scope.py"
     file.write_text(
-        "from ..plans.plan import Plan\nfrom .. import cli, __version__\n"
+        "from ..plans.plan import Plan\nfrom .. import models, __version__\n"
         "import baracuda.flow.run.steps\nfrom baracuda.nn import x\n"
     )
-    assert rooms("core.scope", file) == {"plans", "cli", "flow", "nn"}
+    assert rooms("core.scope", file) == {"plans", "models", "flow", "nn"}
     file.write_text("from ...core.optable import OPS\nfrom ..registry import Kernel\nfrom . import tune\n")
     assert rooms("backends.cpu.linear", file) == {"core", "backends"}
     tree = ast.parse("import triton\ndef f():\n    import transformers\nif TYPE_CHECKING:\n    import rich\n")

@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 import baracuda
 from baracuda import InvalidProblem, LinearScheme
-from baracuda.cli import app
 from baracuda.core.types import ElementKind
 from baracuda.schemes import (
     ActivationFormat,
@@ -26,6 +25,7 @@ from baracuda.schemes import (
     method_names,
 )
 from baracuda.schemes.registry import is_checkpoint_scheme
+from baracuda_cli import app
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from typer.testing import CliRunner
 
-from baracuda.cli.app import app
+from baracuda_cli import app
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(

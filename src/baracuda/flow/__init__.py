@@ -6,6 +6,7 @@ from .checkpoint.check import Finding
 from .errors import CheckpointError, FlowError
 from .hf.load import load
 from .hf.save import save
+from .run.contents import inspect_checkpoint
 from .run.evaluate import evaluate_checkpoint
 from .run.quantize import quantize_checkpoint
 from .run.report import rebuild as report
@@ -16,6 +17,7 @@ __all__ = [
     "Finding",
     "FlowError",
     "evaluate_checkpoint",
+    "inspect_checkpoint",
     "load",
     "quantize_checkpoint",
     "report",

@@ -148,7 +148,7 @@ def _with_small_files() -> None:
 
 
 #: `baracuda`, without the seconds that transformers takes to be imported; this model is none it knows.
-COMMAND = "import sys; sys.modules['transformers'] = None; from baracuda.cli import app; app()"
+COMMAND = "import sys; sys.modules['transformers'] = None; from baracuda_cli import app; app()"
 
 
 def command(*arguments: object, under: Callable[[], None] | None = None) -> tuple[int, str]:

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 import baracuda
-from baracuda.cli import app
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.run.recipe_file import Rule, read_recipe
+from baracuda_cli import app
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,10 +12,10 @@ import models
 import pytest
 import torch
 
-from baracuda.cli.demo import summary
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.hf.skeleton import quiet
 from baracuda.flow.run.page import _ticks, page
+from baracuda_cli.quantize import summary
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,9 +8,9 @@ import models
 import pytest
 from typer.testing import CliRunner
 
-from baracuda.cli.app import app
 from baracuda.flow import FlowError, quantize_checkpoint
 from baracuda.flow.run.speed import compare_speed
+from baracuda_cli import app
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

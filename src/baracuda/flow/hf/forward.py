@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FlowError
-from .load import read_model
+from .load import load, read_model
 from .skeleton import model_config, require_transformers
 
 #: Small, and unlike any size of a model, so that no two axes are taken for one another.
@@ -23,6 +23,18 @@ def float_model(directory: Path, device: torch.device) -> nn.Module:
     """The checkpoint as transformers loads it."""
     require_transformers("calibration and evaluation run the model")
     return read_model(directory, model_config(directory), "auto").to(device).eval()
+
+
+def any_model(directory: Path, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """A checkpoint as baracuda loads its own, or as transformers loads others."""
+    try:
+        model: nn.Module = load(directory, device=device, dtype=dtype)
+        return model
+    except FlowError as error:
+        if "quantization_config" not in str(error) and "compressed-tensors" not in str(error):
+            raise
+        model = float_model(directory, device)
+        return model if dtype is None else model.to(dtype)
 
 
 def generates(model: nn.Module) -> bool:

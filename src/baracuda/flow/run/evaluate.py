@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ...plans.plan import resolve_device
 from ..errors import FlowError
-from ..hf.forward import arguments, float_model, generates, tokenizer
+from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
 from ..hf.load import load
 from .data import batches, read_for, require_data
 from .options import Options, Progress
@@ -95,7 +95,7 @@ def evaluate_checkpoint(
     step = progress or (lambda stage, done, total, label: None)
     options = Options(samples=samples, sequence_length=sequence_length)
     options.check()
-    model = _any_model(directory, where)
+    model = any_model(directory, where)
     if against is None:
         sequences = read_for(model, directory, data, options, "evaluation", where)
         return {"data": data.name, **_perplexity(model, sequences, where, step)}
@@ -105,17 +105,6 @@ def evaluate_checkpoint(
     for token in found.get("worst", []):
         token["before"], token["text"] = _texts(Path(against), sequences[token["sequence"]], token["position"])
     return found
-
-
-def _any_model(directory: Path, device: torch.device) -> nn.Module:
-    """As baracuda loads its own, or as transformers does."""
-    try:
-        model: nn.Module = load(directory, device=device)
-        return model
-    except FlowError as error:
-        if "quantization_config" not in str(error) and "compressed-tensors" not in str(error):
-            raise
-        return float_model(directory, device)
 
 
 def _perplexity(model: nn.Module, sequences: list[Tensor], device: torch.device, progress: Progress) -> dict[str, Any]:

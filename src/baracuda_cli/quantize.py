@@ -9,9 +9,24 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..schemes import checkpoint_names, method_names
-from . import demo
-from .terminal import bars, console, errors_told, given, interrupted, one_of
+from .terminal import Device, Json, Output, Quiet, bars, errors_told, given, interrupted
+
+#: Spelled here because the registry of schemes imports torch; a test compares them.
+SCHEMES = ("w8a8", "w8a8-static", "w4a8", "w4a16", "w8a8-smoothquant")
+METHODS = ("rtn", "gptq")
+
+
+def one_of(names: tuple[str, ...]) -> str:
+    """a, b or c"""
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _scheme_names() -> list[str]:
+    return list(SCHEMES)
+
+
+def _method_names() -> list[str]:
+    return list(METHODS)
 
 
 def quantize(
@@ -20,7 +35,7 @@ def quantize(
     out: Annotated[
         Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
     ],
-    scheme: Annotated[str, typer.Option(help=f"{one_of(checkpoint_names())}.")] = "w8a8",
+    scheme: Annotated[str, typer.Option(help=f"{one_of(SCHEMES)}.", autocompletion=_scheme_names)] = "w8a8",
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
     ] = "dynamic",
@@ -33,7 +48,11 @@ def quantize(
     ] = False,
     alpha: Annotated[str, typer.Option(help="Strength of smoothing from 0 to 1, or auto: searched per layer.")] = "0.5",
     method: Annotated[
-        str, typer.Option(help=f"How weights become integers: {one_of(method_names())}; rtn rounds to nearest.")
+        str,
+        typer.Option(
+            help=f"How weights become integers: {one_of(METHODS)}; rtn rounds to nearest.",
+            autocompletion=_method_names,
+        ),
     ] = "rtn",
     one_shot: Annotated[
         bool,
@@ -49,19 +68,22 @@ def quantize(
     group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a8 and w4a16.")] = 128,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")] = "cpu",
-    resume: Annotated[bool, typer.Option(help="Resume an interrupted run.")] = False,
+    device: Device = "cpu",
+    resume: Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")] = False,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
     """Quantize a whole model into a checkpoint that vLLM and transformers load, with a report of what it cost."""
+    output = Output(json=json, quiet=quiet)
     with errors_told(), interrupted(out):
-        from ..flow import FlowError, quantize_checkpoint
-        from ..flow.run.steps import is_complete
+        from baracuda.flow import FlowError, quantize_checkpoint
+        from baracuda.flow.run.steps import is_complete
 
         for option in ("scheme", "method", "group_size"):
             if recipe is not None and given(context, option):
                 raise FlowError(f"--{option.replace('_', '-')}: the recipe says it; drop it, or change {recipe}")
         ended = resume and is_complete(out)
-        with bars() as progress:
+        with bars(output) as progress:
             content = quantize_checkpoint(
                 model_dir,
                 out,
@@ -83,10 +105,10 @@ def quantize(
                 progress=progress,
             )
         if content and ended:
-            said = f"{escape(str(out))} was finished already, from this model with these options"
-            console.print(said, highlight=False, soft_wrap=True)
+            output.show(f"{escape(str(out))} was finished already, from this model with these options")
         if content:
-            console.print(_summary(content, out))
+            output.show(_drawn(content, out))
+            output.data(content)
 
 
 def _alpha(text: str) -> float | str:
@@ -96,10 +118,42 @@ def _alpha(text: str) -> float | str:
         return text
 
 
-def _summary(content: dict[str, Any], out: Path) -> Table:
+def _drawn(content: dict[str, Any], out: Path) -> Table:
     table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in demo.summary(content):
+    for name, value in summary(content):
         table.add_row(name, escape(value))
     table.add_row("report", escape(str(out / "baracuda_report.html")))
-    table.add_row("next", escape(f"baracuda verify {out}; in Python, baracuda.load({str(out)!r})"))
+    table.add_row("next", escape(f"baracuda verify {out}; baracuda chat {out}; in Python, baracuda.load({str(out)!r})"))
     return table
+
+
+def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
+    """A report in a few lines."""
+    from baracuda.flow.run.page import number
+
+    size, run, layers = content["size"], content["run"], content["layers"]
+    known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
+    lines = [
+        ("quantized", f"{len(layers)} Linears; {len(content['left'])} left in floating point, named in the report"),
+        ("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}"),
+        ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.3g} MB/s"),
+    ]
+    if known:
+        lines.append(("weights", f"SQNR {min(known):.1f} to {max(known):.1f} dB"))
+    smoothing = content["smoothing"]
+    if smoothing and "folded" in smoothing:
+        left = f"{len(smoothing['not_folded'])} layers not smoothed, with reasons in the report"
+        lines.append(("smoothing", f"{len(smoothing['folded'])} folds, {left}"))
+    evaluation = content["evaluation"] or {}
+    if "kl" in evaluation:
+        perplexity = evaluation["perplexity"]
+        before, after = (number(perplexity[which], ".4g") for which in ("float", "quantized"))
+        lines.append(("perplexity", f"{before} before, {after} after"))
+        kl, agreement = number(evaluation["kl"], ".2e"), number(evaluation["top1_agreement"], ".1%")
+        lines.append(("logits", f"KL {kl}, the same top token in {agreement}"))
+    if "cosine" in evaluation:
+        cosine = evaluation["cosine"]
+        mean, least = (number(cosine[which], ".4f") for which in ("mean", "min"))
+        lines.append(("embeddings", f"cosine {mean} on average, {least} at least"))
+    lines += [("note", note) for note in content.get("notes", [])]
+    return lines

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Column, Table
 from torch import Tensor
 
-from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
-from ..functional import Quantized, dequantize, dynamic_quantize, quantize, smoothquant_linear
+from baracuda.core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
+from baracuda.functional import Quantized, dequantize, dynamic_quantize, quantize, smoothquant_linear
 
 ROWS: list[tuple[str, Scope, str, str]] = [
     ("per tensor", PerTensor(), "s8", "symmetric"),
@@ -48,7 +48,7 @@ baracuda.load("OUT") in Python runs it in int8. [bold]baracuda demo --scopes[/] 
 
 def run(console: Console, device: torch.device, folder: Path | None = None) -> None:
     """Make a model, quantize it in every scheme, check each result against the original, and compare."""
-    from ..flow import quantize_checkpoint, verify
+    from baracuda.flow import quantize_checkpoint, verify
 
     folder = Path(tempfile.mkdtemp(prefix="baracuda-demo-")) if folder is None else folder
     model, tokens = make_model(folder / "model")
@@ -83,7 +83,7 @@ def run(console: Console, device: torch.device, folder: Path | None = None) -> N
 
 def needs_calibration(options: dict[str, Any]) -> bool:
     """Whether `quantize_checkpoint` needs data for these options."""
-    from ..flow.run.options import Options
+    from baracuda.flow.run.options import Options
 
     return Options(**options).plan().needs_calibration
 
@@ -93,8 +93,8 @@ def make_model(folder: Path) -> tuple[Path, Path | None]:
     torch.manual_seed(0)
     hidden, wide, vocabulary = 192, 512, 2048
     folder.mkdir(parents=True, exist_ok=True)
-    from ..flow.checkpoint.tensorfile import write_tensors
-    from ..flow.hf.random_llama import save_random_llama
+    from baracuda.flow.checkpoint.tensorfile import write_tensors
+    from baracuda.flow.hf.random_llama import save_random_llama
 
     if not save_random_llama(folder, hidden, wide, vocabulary):
         return _make_weights(folder, hidden, wide), None
@@ -105,7 +105,7 @@ def make_model(folder: Path) -> tuple[Path, Path | None]:
 
 def _make_weights(folder: Path, hidden: int, wide: int) -> Path:
     """The weights of a Llama without the code to run it: enough for schemes that need no data."""
-    from ..flow.checkpoint.tensorfile import write_tensors
+    from baracuda.flow.checkpoint.tensorfile import write_tensors
 
     shapes = {"self_attn.q_proj": (hidden, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide)}
     weights = {
@@ -116,38 +116,6 @@ def _make_weights(folder: Path, hidden: int, wide: int) -> Path:
     write_tensors(folder / "model.safetensors", weights, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({"model_type": "demo", "dtype": "bfloat16"}))
     return folder
-
-
-def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
-    """A report in a few lines."""
-    from ..flow.run.page import number
-
-    size, run, layers = content["size"], content["run"], content["layers"]
-    known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
-    lines = [
-        ("quantized", f"{len(layers)} Linears; {len(content['left'])} left in floating point, named in the report"),
-        ("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}"),
-        ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.3g} MB/s"),
-    ]
-    if known:
-        lines.append(("weights", f"SQNR {min(known):.1f} to {max(known):.1f} dB"))
-    smoothing = content["smoothing"]
-    if smoothing and "folded" in smoothing:
-        left = f"{len(smoothing['not_folded'])} layers not smoothed, with reasons in the report"
-        lines.append(("smoothing", f"{len(smoothing['folded'])} folds, {left}"))
-    evaluation = content["evaluation"] or {}
-    if "kl" in evaluation:
-        perplexity = evaluation["perplexity"]
-        before, after = (number(perplexity[which], ".4g") for which in ("float", "quantized"))
-        lines.append(("perplexity", f"{before} before, {after} after"))
-        kl, agreement = number(evaluation["kl"], ".2e"), number(evaluation["top1_agreement"], ".1%")
-        lines.append(("logits", f"KL {kl}, the same top token in {agreement}"))
-    if "cosine" in evaluation:
-        cosine = evaluation["cosine"]
-        mean, least = (number(cosine[which], ".4f") for which in ("mean", "min"))
-        lines.append(("embeddings", f"cosine {mean} on average, {least} at least"))
-    lines += [("note", note) for note in content.get("notes", [])]
-    return lines
 
 
 def run_scopes(console: Console, device: torch.device) -> None:

@@ -1,0 +1,30 @@
+"""`baracuda demo`: its options. The demo itself needs torch and is imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .terminal import console, device_named, errors_told
+
+
+def demo(
+    device: Annotated[str | None, typer.Option(help="Where to run; torch's default device unless given.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where to work; a temporary folder unless given.")
+    ] = None,
+    scopes: Annotated[
+        bool, typer.Option("--scopes", help="What each scope costs and saves on one tensor, instead of a model.")
+    ] = False,
+) -> None:
+    """A first minute: make a small model, quantize it in every scheme, check it and see what it cost."""
+    where = device_named(device)
+    from . import demo as demonstration
+
+    with errors_told():
+        if scopes:
+            demonstration.run_scopes(console, where)
+        else:
+            demonstration.run(console, where, output)

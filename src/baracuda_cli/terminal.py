@@ -1,0 +1,127 @@
+"""What the commands share: the terminal, the options --json and --quiet, progress bars, and errors as sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+if TYPE_CHECKING:
+    import torch
+
+#: Results go to stdout, everything else to stderr, so that `--json` can be piped.
+console = Console()
+stderr = Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
+
+
+class Output:
+    """Where a command's result goes: drawn for people, as JSON for programs, or nowhere."""
+
+    def __init__(self, *, json: bool = False, quiet: bool = False) -> None:
+        self.json, self.quiet = json, quiet
+
+    def show(self, *drawn: Any) -> None:
+        """Print tables and sentences; paths and names are printed whole."""
+        if not self.json and not self.quiet:
+            for each in drawn:
+                console.print(each, highlight=False, soft_wrap=isinstance(each, str))
+
+    def data(self, content: Any) -> None:
+        """Print what the command found, when JSON was asked for."""
+        if self.json:
+            print(json.dumps(content, indent=1, default=str))
+
+
+@contextmanager
+def errors_told() -> Iterator[None]:
+    """Print the errors that baracuda raises on purpose as a sentence; anything else is a bug and keeps its trace."""
+    from baracuda import BaracudaError
+
+    try:
+        yield
+    except (BaracudaError, OSError) as error:  # a full disk is no bug either
+        message = str(error).replace("device='cpu'", "--device cpu")  # written for Python
+        stderr.print(f"[red]{escape(message)}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+@contextmanager
+def interrupted(out: Path) -> Iterator[None]:
+    """On Ctrl-C, say what is finished and how to resume."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        from baracuda.flow.checkpoint.directory import JOURNAL
+
+        outcome = "nothing was written"
+        if (out / JOURNAL).exists():
+            outcome = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
+        if first_rank():
+            stderr.print(f"[yellow]stopped: {outcome}[/]", highlight=False, soft_wrap=True)
+        raise typer.Exit(130) from None
+
+
+def first_rank() -> bool:
+    """Whether this is the process of a torchrun that prints."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def bars(output: Output) -> Iterator[Callable[[str, int, int, str], None]]:
+    """A bar for each stage, with the time left. Only the first rank draws."""
+    columns = (
+        TextColumn("{task.description:>10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[label]}", style="dim"),
+    )
+    drawn = Progress(*columns, console=stderr, disable=output.quiet or not first_rank())
+    tasks: dict[str, TaskID] = {}
+
+    def progress(stage: str, done: int, total: int, label: str) -> None:
+        drawn.start()  # not earlier: an error before the first step is printed without bars
+        if stage not in tasks:
+            tasks[stage] = drawn.add_task(stage, total=total, label="")
+        drawn.update(tasks[stage], advance=done, label=escape(label[-48:]))
+
+    try:
+        yield progress
+    finally:
+        if tasks:
+            drawn.stop()
+
+
+def device_named(name: str | None) -> torch.device:
+    """The device of an option; torch's default device where none was named."""
+    from baracuda.plans.plan import resolve_device
+
+    with errors_told():
+        return resolve_device(name)
+
+
+def given(context: typer.Context, option: str) -> bool:
+    """Whether the user gave the option: one that the scheme ignores is refused only then."""
+    source = context.get_parameter_source(option)
+    return source is not None and source.name != "DEFAULT"
+
+
+def version_of(package: str) -> str:
+    """The installed version; the metadata is read, since importing may take seconds."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
