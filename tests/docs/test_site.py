@@ -91,7 +91,7 @@ def test_the_command_line_page_has_every_option() -> None:
         "## baracuda quantize",
         "`--output, -o` | required",
         "`--alpha` | `0.5`",
-        "`--resume, --no-resume` | off",
+        "`--resume` | off",
     ):
         assert expected in page, page
 
