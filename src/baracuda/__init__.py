@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging as _logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +55,11 @@ _OF_TRANSFORMERS = {"BaracudaConfig": "flow.hf.quantizer"}
 
 __version__ = "0.1.0"
 
-#: What each module above declares public, and what is loaded when first asked for.
+#: What each module above declares public, and what is loaded when first asked for; not the modules themselves, so that
+#: `from baracuda import *` leaves `nn` and `autograd` to torch.
 __all__ = [  # noqa: PLE0604
     name for module in (_errors, _functional, _packing, _plans, _scope, _types) for name in module.__all__
-] + ["__version__", *_LAZY]
+] + ["__version__", *(name for name, module in _LAZY.items() if name != module)]
 
 
 def __getattr__(name: str) -> Any:
@@ -70,4 +72,6 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+# What the library does is logged under this name, and shown to nobody who has not asked: logging.basicConfig().
+_logging.getLogger(__name__).addHandler(_logging.NullHandler())
 _importing.watch()

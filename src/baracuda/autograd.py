@@ -16,7 +16,7 @@ from .core.arrays import as_tensor, segment_values
 from .core.errors import Unsupported
 from .core.problem import Spec
 from .core.scope import PerTensor, Scope, require_scope
-from .core.types import Arithmetic, ElementKind, QuantizeKind
+from .core.types import Arithmetic, ArithmeticName, ElementKind, QuantizeKind
 from .dispatch.eager import route
 from .dispatch.gradients import OpCall, compute, record
 from .dispatch.options import static_spec
@@ -83,7 +83,7 @@ def quantize(
     *,
     scope: Scope = PerTensor(),
     dtype: Any = ElementKind.S8,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> Tensor:
     """The integers of `baracuda.quantize` in x's own float type, over the full range of `dtype`, s8 or u8.
 

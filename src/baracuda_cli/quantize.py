@@ -87,8 +87,8 @@ def quantize(
             content = quantize_checkpoint(
                 model_dir,
                 out,
-                scheme=scheme,
-                activations=activations,
+                scheme=scheme,  # type: ignore[arg-type]  # the library says what is wrong with it
+                activations=activations,  # type: ignore[arg-type]
                 calibration=calibration,
                 evaluation=evaluate,
                 smooth=smooth or None,

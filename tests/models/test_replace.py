@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -218,3 +220,51 @@ def test_hooks_are_not_lost_without_a_word() -> None:
     assert "has hooks, which would be lost: remove them, as prune.remove" in baracuda.convert(model).skipped["0"]
     prune.remove(model[0], "weight")
     assert list(baracuda.convert(model).replaced) == ["0"]
+
+
+def only_the_last(name: str, module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) and name == "2"
+
+
+def test_targets_may_be_a_function_of_the_name_and_the_module() -> None:
+    for targets in (only_the_last, [only_the_last]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        assert list(baracuda.quantize_model(model, targets=targets).replaced) == ["2"]
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    report = baracuda.quantize_model(model, ignore=only_the_last)
+    assert report.skipped == {"2": "ignored by 'only_the_last'"}
+    report = baracuda.quantize_model(nn.Sequential(nn.Linear(8, 8)), targets=[nn.Linear, only_the_last])
+    assert report.unmatched == ["only_the_last"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.body, self.output = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.output.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize("replace", [baracuda.quantize_model, baracuda.prepare_qat])
+def test_heads_and_tied_weights_stay_float_unless_asked_for(replace: Callable[..., baracuda.Report]) -> None:
+    report = replace(Tied())
+    assert list(report.replaced) == ["body"]
+    assert report.skipped == {
+        "output": "shares its weight with an embedding: pass quantize_head=True to quantize it too"
+    }
+    assert set(replace(Tied(), quantize_head=True).replaced) == {"body", "output"}
+    assert set(replace(Tied(), targets=["output"]).replaced) == {"output"}
+    untied = Tied()
+    untied.output = nn.Linear(8, 16)
+    untied.get_output_embeddings = lambda: untied.output
+    assert replace(untied).skipped["output"].startswith("the output head")
+
+
+def test_a_report_is_a_table_in_notebooks_and_a_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="baracuda"):
+        report = baracuda.quantize_model(nn.Sequential(nn.Linear(8, 8)), ignore=["<b>"])
+    shown = report._repr_html_()
+    assert "<td>0</td><td>replaced</td>" in shown and "&lt;b&gt;" in shown and "<b>" not in shown
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("baracuda")] == [
+        "Sequential: 1 modules replaced, 0 left",
+        "'<b>' matched no module of Sequential",
+    ]

@@ -68,18 +68,14 @@ PUBLIC = [
     "Unsupported",
     "WorkspaceTooSmall",
     "__version__",
-    "autograd",
     "choose_qparams",
     "convert",
     "dequantize",
     "dynamic_fake_quantize",
     "dynamic_quantize",
     "fake_quantize",
-    "flow",
     "load",
-    "nn",
     "pack_int4",
-    "parallel",
     "prepare_qat",
     "quantize",
     "quantize_model",
@@ -97,6 +93,15 @@ def test_the_public_names_are_these_and_no_others() -> None:
     assert len(set(baracuda.__all__)) == len(baracuda.__all__)
     for name in baracuda.__all__:
         assert hasattr(baracuda, name)
+
+
+def test_everything_imported_leaves_torch_s_modules_alone() -> None:
+    code = (
+        "from torch import nn, autograd; before = nn, autograd; from baracuda import *; print((nn, autograd) == before)"
+    )
+    assert python(code) == "True"
+    for module in ("autograd", "flow", "nn", "parallel"):
+        assert getattr(baracuda, module).__name__ == f"baracuda.{module}"
 
 
 def stub_of_the_plans() -> str:

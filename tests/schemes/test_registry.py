@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from torch import nn
@@ -13,7 +14,9 @@ from baracuda import InvalidProblem, LinearScheme
 from baracuda.core.types import ElementKind
 from baracuda.schemes import (
     ActivationFormat,
+    CheckpointScheme,
     Choice,
+    LiveScheme,
     Recipe,
     Scheme,
     WeightFormat,
@@ -78,6 +81,15 @@ def test_the_command_line_names_every_scheme_and_method() -> None:
     text = CliRunner().invoke(app, ["quantize", "--help"], env={"COLUMNS": "300"}).output
     for name in (*checkpoint_names(), *method_names()):
         assert name in text
+
+
+def test_type_checkers_know_the_names() -> None:
+    assert list(get_args(LiveScheme)) == live_names() and list(get_args(CheckpointScheme)) == checkpoint_names()
+
+
+def test_names_may_be_in_capitals() -> None:
+    assert live_scheme("W4A8") == live_scheme("w4a8") and checkpoint_scheme("W4A16") == checkpoint_scheme("w4a16")
+    assert get_method("RTN") is get_method("rtn")
 
 
 def test_the_documentation_names_every_scheme() -> None:

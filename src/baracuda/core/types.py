@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 
@@ -75,7 +75,7 @@ class ElementKind(_Member):
         `name` is that of the argument, for the error.
         """
         try:
-            kind = _KINDS.get(value)
+            kind = _KINDS.get(value.lower() if isinstance(value, str) else value)
         except TypeError:  # it cannot be hashed
             kind = None
         if kind is None:
@@ -98,8 +98,12 @@ class ElementKind(_Member):
         return f"ElementKind.{self.name}"
 
 
-#: How callers name an element kind.
-Element = ElementKind | torch.dtype | str
+#: How callers name an element kind; names in capitals are taken too.
+ElementName = Literal[
+    "f16", "bf16", "f32", "f64", "s8", "u8", "s4", "u4", "s32", "s64", "float16", "bfloat16", "float32", "float64",
+    "int8", "uint8", "int4", "uint4", "int32", "int64",
+]  # fmt: skip
+Element = ElementKind | torch.dtype | ElementName
 
 _ATTRIBUTES: dict[ElementKind, tuple[torch.dtype, int, int, int, float, str]] = {
     ElementKind.F16: (torch.float16, 16, 0, 0, 2.0**-24, "float16"),
@@ -188,6 +192,12 @@ class DynamicRangeMode(_Member):
     ASYMMETRIC = "asymmetric"
 
 
+#: How callers name the members of the last three: by the member, or by its value as a string.
+ArithmeticName = Literal["divide", "reciprocal"]
+ActivationName = Literal["none", "relu", "gelu", "silu"]
+ModeName = Literal["symmetric", "asymmetric"]
+
+
 @dataclass(frozen=True, slots=True)
 class PrecisionGuarantee:
     """What a plan promises about its bits; the tests try to falsify every field.
@@ -230,11 +240,14 @@ _Choice = TypeVar("_Choice", bound=Enum)
 
 
 def member(choices: type[_Choice], value: _Choice | str, name: str) -> _Choice:
-    """The member of an enumeration that a value stands for: itself, or its name. `name` is that of the argument."""
+    """The member of an enumeration that a value stands for: itself, or its name in small or capital letters.
+
+    `name` is that of the argument, for the error.
+    """
     if isinstance(value, choices):
         return value
     try:
-        return choices(value)
+        return choices(value.lower() if isinstance(value, str) else value)
     except ValueError:
         names = ", ".join(repr(choice.value) for choice in choices)
         raise InvalidProblem(f"{name}: expected one of {names}, got {value!r}") from None

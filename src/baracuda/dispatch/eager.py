@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -16,10 +17,14 @@ from ..core.scope import Shape
 from ..core.types import QuantizeKind
 from ..plans.plan import SelectedPlan
 
+_log = logging.getLogger(__name__)
+
 
 @lru_cache(maxsize=4096)
 def cached_plan(device: torch.device, op: QuantizeKind, shape: Shape, spec: Spec) -> SelectedPlan:
-    return SelectedPlan(Problem.of(op, tuple(shape), spec), device)
+    plan = SelectedPlan(Problem.of(op, tuple(shape), spec), device)
+    _log.debug("%s %s on %s: %s of %s", op.value, list(shape), device, plan.kernel.name, plan.kernel.backend.value)
+    return plan
 
 
 def run(plan: SelectedPlan, operands: tuple[Value, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,17 @@ import torch
 
 from ..core.problem import Spec, dynamic_range, stored_scale_element
 from ..core.scope import PerTensor, Scope
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, member
+from ..core.types import (
+    Activation,
+    ActivationName,
+    Arithmetic,
+    ArithmeticName,
+    DynamicRangeMode,
+    Element,
+    ElementKind,
+    ModeName,
+    member,
+)
 
 P = ParamSpec("P")
 
@@ -39,7 +49,7 @@ def static_spec(
     dtype: Element,
     q_min: int | None = None,
     q_max: int | None = None,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> Spec:
     """The spec of an op whose scale is given; the range is that of the integer type unless told otherwise."""
     element, kind = ElementKind.of_tensor(x, "x"), ElementKind.of(dtype, "dtype")
@@ -51,15 +61,15 @@ def static_spec(
 def dynamic_spec(
     x: Element,
     scope: Scope,
-    mode: DynamicRangeMode | str,
+    mode: DynamicRangeMode | ModeName,
     dtype: Element,
     q_min: int | None,
     q_max: int | None,
     scale_dtype: Element | None,
     include_zero: bool,
-    arithmetic: Arithmetic | str,
+    arithmetic: Arithmetic | ArithmeticName,
     weight: Element = ElementKind.S8,
-    activation: Activation | str = Activation.NONE,
+    activation: Activation | ActivationName = Activation.NONE,
     weight_group: int = 0,
 ) -> Spec:
     """The spec of an op that finds its scales."""
@@ -83,7 +93,7 @@ def dynamic_spec(
 
 
 @remembered
-def weight_only_spec(x: Element, weight: Element, activation: Activation | str, weight_group: int) -> Spec:
+def weight_only_spec(x: Element, weight: Element, activation: Activation | ActivationName, weight_group: int) -> Spec:
     """The spec of a linear whose activations stay floats."""
     return Spec(
         ElementKind.of_tensor(x, "x"),
@@ -103,7 +113,7 @@ def static_linear_spec(
     dtype: Element,
     symmetric: bool,
     weight: Element,
-    activation: Activation | str,
+    activation: Activation | ActivationName,
     weight_group: int = 0,
 ) -> Spec:
     """The spec of a linear whose activations are quantized already."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .elementwise import (
-    Quantized,
     choose_qparams,
     dequantize,
     dynamic_fake_quantize,
@@ -12,6 +11,7 @@ from .elementwise import (
     quantize,
 )
 from .linears import quantized_linear, smoothquant_linear, weight_only_linear
+from .quantized import Quantized
 
 __all__ = [
     "Quantized",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +11,14 @@ from ..core.arrays import Array, as_tensor, segment_values
 from ..core.errors import InvalidProblem
 from ..core.problem import Spec, fake_storage
 from ..core.scope import PerTensor, PerToken, Scope, Shape
-from ..core.types import Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind
+from ..core.types import Arithmetic, ArithmeticName, DynamicRangeMode, Element, ElementKind, ModeName, QuantizeKind
 from ..dispatch.eager import cached_plan, route, run
 from ..dispatch.gradients import compute
 from ..dispatch.operators import OPERATORS, unpacked_shape
 from ..dispatch.options import dynamic_spec, static_spec
+from .quantized import Quantized
 
 __all__ = [
-    "Quantized",
     "choose_qparams",
     "dequantize",
     "dynamic_fake_quantize",
@@ -26,14 +26,6 @@ __all__ = [
     "fake_quantize",
     "quantize",
 ]
-
-
-class Quantized(NamedTuple):
-    """What `dynamic_quantize` returns; `zero_point` is None when symmetric."""
-
-    q: Tensor
-    scale: Tensor
-    zero_point: Tensor | None
 
 
 def quantize(
@@ -45,7 +37,7 @@ def quantize(
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
     out: Tensor | None = None,
 ) -> Tensor:
     """clamp(rint(x / scale) + zero_point, q_min, q_max) as `dtype`, whose full range is the default.
@@ -58,21 +50,26 @@ def quantize(
 
 
 def dequantize(
-    q: Array,
-    scale: Array | float,
+    q: Array | Quantized,
+    scale: Array | float | None = None,
     zero_point: Array | int | None = None,
     *,
     scope: Scope = PerTensor(),
     element: Element | None = None,
-    dtype: Element = ElementKind.F32,
+    dtype: Element | None = None,
     size: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """(q - zero_point) * scale as `dtype`. Differentiable in the scale.
+    """(q - zero_point) * scale as `dtype`, f32 unless given. Differentiable in the scale.
 
+    What `dynamic_quantize` returned goes in as it is, `dequantize(quantized)`, and comes back in the type it had.
     `element` names what `q` holds where its torch dtype does not: "s4" or "u4" for packed bytes, whose last axis then
     unpacks to `size` elements (twice the bytes unless given: say so when it is odd).
     """
+    if isinstance(q, Quantized):
+        if scale is not None or zero_point is not None:
+            raise InvalidProblem("dequantize: expected no scale beside a Quantized, which has its own; drop it")
+        return q.dequantize(dtype=dtype, out=out)
     q = as_tensor(q, "q")
     kind = ElementKind.of_tensor(q.dtype, "q") if element is None else ElementKind.of(element, "element")
     if q.dtype is not kind.dtype:
@@ -80,7 +77,7 @@ def dequantize(
     if size is not None and not kind.is_packed:
         raise InvalidProblem(f"size: expected None for {kind.value}, which is not packed, got {size}; leave it out")
     shape = unpacked_shape(q.shape, kind, size)
-    spec = static_spec(ElementKind.of(dtype, "dtype"), scope, kind)
+    spec = static_spec(ElementKind.F32 if dtype is None else ElementKind.of(dtype, "dtype"), scope, kind)
     return _static(QuantizeKind.DEQUANTIZE, q, shape, scale, zero_point, spec, out, size)
 
 
@@ -92,7 +89,7 @@ def fake_quantize(
     scope: Scope = PerTensor(),
     q_min: int = -128,
     q_max: int = 127,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
     grad_factor: float = 1.0,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -112,15 +109,15 @@ def dynamic_quantize(
     x: Array,
     *,
     scope: Scope = PerToken(),
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
     include_zero: bool = False,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> Quantized:
-    """Quantize with the scale of each segment's own range.
+    """Quantize with the scale of each segment's own range; `.dequantize()` of the result is the way back.
 
     Symmetric s8 uses [-127, 127] unless told otherwise. Symmetric u8 and u4 have no place for negative values, which
     become 0: use mode="asymmetric" unless there are none. `include_zero` widens an asymmetric range so that 0 is in it
@@ -129,20 +126,21 @@ def dynamic_quantize(
     x = as_tensor(x, "x").detach()
     spec = dynamic_spec(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, spec)
-    return Quantized(q, scale, zero_point)
+    size = x.shape[-1] if spec.quantized.is_packed else None
+    return Quantized(q, scale, zero_point, scope=scope, element=spec.quantized, dtype=x.dtype, size=size)
 
 
 def choose_qparams(
     x: Array,
     *,
     scope: Scope = PerToken(),
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
     include_zero: bool = False,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> tuple[Tensor, Tensor | None]:
     """The (scale, zero_point) `dynamic_quantize` would use, by the same options; zero_point is None when symmetric."""
     x = as_tensor(x, "x").detach()
@@ -155,13 +153,13 @@ def dynamic_fake_quantize(
     x: Array,
     *,
     scope: Scope = PerToken(),
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
     include_zero: bool = False,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> Tensor:
     """What `dynamic_quantize` would make of x, dequantized, in one pass and x's own type. It records no gradient."""
     x = as_tensor(x, "x").detach()

@@ -10,12 +10,23 @@ from ..backends.registry import Value
 from ..core.arrays import Array, as_tensor, segment_value, segment_values
 from ..core.errors import InvalidProblem
 from ..core.problem import Spec
-from ..core.scope import PerTensor, Shape
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind
+from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Shape
+from ..core.types import (
+    Activation,
+    ActivationName,
+    Arithmetic,
+    ArithmeticName,
+    DynamicRangeMode,
+    Element,
+    ElementKind,
+    ModeName,
+    QuantizeKind,
+)
 from ..dispatch.eager import cached_plan, route, run
 from ..dispatch.gradients import compute
 from ..dispatch.options import dynamic_spec, static_linear_spec, weight_only_spec
 from .elementwise import into
+from .quantized import Quantized
 
 __all__ = ["quantized_linear", "smoothquant_linear", "weight_only_linear"]
 
@@ -25,25 +36,27 @@ _WHOLE = PerTensor()
 
 def quantized_linear(
     x: Array,
-    weight_q: Array,
-    weight_scale: Array | float,
+    weight_q: Array | Quantized,
+    weight_scale: Array | float | None = None,
     bias: Array | None = None,
     *,
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
     weight_factor: Array | None = None,
-    activation: Activation | str = Activation.NONE,
+    activation: Activation | ActivationName = Activation.NONE,
     residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """act(x @ W.T + bias) + residual, int8 weights `[N, K]`, x quantized per token to `dtype` on the way in.
 
+    The weight is integers and their scales, or what `dynamic_quantize(w, scope=PerChannel(0))` returned, as it is:
+    `quantized_linear(x, quantized)`.
     The result has x's own type, as the residual must. `weight_element="s4"` says that `weight_q` holds packed pairs,
     `[N, K / 2]` bytes. `weight_sum`, the int32 row sums of the weight, spares an asymmetric call a pass over the
     weight. `weight_factor`, uint8 `[N, K / size]`, multiplies each group of `size` s4 weights by an integer of 0 to 15.
@@ -51,6 +64,8 @@ def quantized_linear(
     `scale_dtype` is what the scales of x are rounded to, `arithmetic` how x is divided by them.
     Differentiable in x, straight through its rounding, bias and residual.
     """
+    if isinstance(weight_q, Quantized):
+        weight_q, weight_scale, weight_element = _taken_apart(weight_q, weight_scale, "quantized_linear")
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     weight = weight_q.dtype if weight_element is None else weight_element
@@ -75,7 +90,7 @@ def smoothquant_linear(
     weight_element: Element | None = None,
     weight_sum: Array | None = None,
     weight_factor: Array | None = None,
-    activation: Activation | str = Activation.NONE,
+    activation: Activation | ActivationName = Activation.NONE,
     residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -98,23 +113,30 @@ def smoothquant_linear(
 
 def weight_only_linear(
     x: Array,
-    weight_q: Array,
-    weight_scale: Array,
+    weight_q: Array | Quantized,
+    weight_scale: Array | None = None,
     bias: Array | None = None,
     *,
     weight_zero_point: Array | None = None,
     weight_element: Element | None = None,
-    activation: Activation | str = Activation.NONE,
+    activation: Activation | ActivationName = Activation.NONE,
     residual: Array | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
     """act(x @ dequantize(W).T + bias) + residual as x's own type: integer weights, float activations.
 
+    The weight is also taken as `dynamic_quantize(w, scope=PerGroup(128), dtype="s4")` returned it, for any size of
+    groups and for `PerChannel(0)`: `weight_only_linear(x, quantized)`.
     `weight_q` is s8 `[N, K]`, or `[N, K / 2]` bytes with `weight_element` "s4" or "u4". `weight_scale` and
     `weight_zero_point` are `[N, K / size]` for groups of `size` elements, `[N, 1]` for one group a row. A row's result
     does not depend on the other rows; its distance from the exact one is in `precision_guarantee()` of the plan.
     Differentiable in x, bias and residual.
     """
+    if isinstance(weight_q, Quantized):
+        weight_zero_point = weight_q.zero_point
+        weight_q, weight_scale, weight_element = _taken_apart(weight_q, weight_scale, "weight_only_linear")
+        weight_scale = weight_scale.reshape(weight_scale.shape[0], -1)
+        weight_zero_point = None if weight_zero_point is None else weight_zero_point.reshape(weight_scale.shape)
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     scale = as_tensor(weight_scale, "weight_scale")
@@ -151,6 +173,23 @@ def _linear(
     scratch = (None,) * (len(plan.output_indices) - 1)
     run(plan, (*inputs, *scratch, out.view(shape[:2])))
     return out
+
+
+def _taken_apart(weight: Quantized, scale: object, op: str) -> tuple[Tensor, Tensor, ElementKind]:
+    """The integers, scales and element of a weight that `dynamic_quantize` returned; raises where they do not fit."""
+    if scale is not None:
+        raise InvalidProblem(f"{op}: expected no weight_scale beside a Quantized, which has its own; is it the bias=?")
+    rows = weight.scope in (PerChannel(0), PerToken())
+    if op == "quantized_linear" and (not rows or weight.zero_point is not None):
+        raise InvalidProblem(
+            f"{op}: expected a symmetric weight quantized with scope=PerChannel(0), got {weight.scope}"
+            f"{'' if weight.zero_point is None else ' with zero points'}; quantize it so, or use weight_only_linear"
+        )
+    if not rows and not (isinstance(weight.scope, PerGroup) and weight.scope.axis in (-1, 1)):
+        raise InvalidProblem(
+            f"{op}: expected a weight quantized with PerGroup(size) or PerChannel(0), got {weight.scope}"
+        )
+    return weight.q, weight.scale, weight.element
 
 
 def _weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,16 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported
+from ..core.notebook import html_table
 from ..core.patterns import flaw, matches
 from ..core.types import DynamicRangeMode
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from ..nn.linear import require_linear
-from ..schemes import CalibrationData, Choice, LinearScheme, Recipe, Scheme, get_method, live_scheme
+from ..schemes import CalibrationData, Choice, LinearScheme, LiveScheme, Recipe, Scheme, get_method, live_scheme
 from .merge import Inputs, merge_siblings
 
-#: A module's type, the name of its class, or a pattern over its qualified name: "*.mlp.*", or "re:" and a regular
-#: expression that matches from the start.
-Pattern = str | type[nn.Module]
+#: A module's type, the name of its class, a pattern over its qualified name ("*.mlp.*", or "re:" and a regular
+#: expression that matches from the start), or a function of the name and the module that says yes or no.
+Pattern = str | type[nn.Module] | Callable[[str, nn.Module], bool]
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -46,13 +50,23 @@ class Report:
         lines += [f"  {name:{width}}  not merged: {why}" for name, why in self.apart.items()]
         return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
 
+    def _repr_html_(self) -> str:
+        rows = [(name, "replaced", what) for name, what in self.replaced.items()]
+        rows += [(name, "left as it is", why) for name, why in self.skipped.items()]
+        rows += [(name, "merged", what) for name, what in self.merged.items()]
+        rows += [(name, "not merged", why) for name, why in self.apart.items()]
+        rows += [(pattern, "no module", "matched nothing: most often a typing error") for pattern in self.unmatched]
+        title = f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"
+        return html_table(title, rows, ("module", "", "what and why"))
+
 
 def quantize_model(
     model: nn.Module,
-    scheme: str | LinearScheme = "w8a8",
+    scheme: LiveScheme | LinearScheme = "w8a8",
     *,
-    targets: Iterable[Pattern] = (nn.Linear,),
-    ignore: Iterable[Pattern] = (),
+    targets: Pattern | Iterable[Pattern] = (nn.Linear,),
+    ignore: Pattern | Iterable[Pattern] = (),
+    quantize_head: bool = False,
     input_scales: Mapping[str, Tensor | float] | None = None,
     method: str = "rtn",
     calibration: Mapping[str, CalibrationData] | None = None,
@@ -63,6 +77,10 @@ def quantize_model(
 
     The scheme is `w8a8`, `w8a8-asymmetric`, `w8a8-static`, `w4a8`, `w4a4` or a `LinearScheme`. `w8a8-smoothquant` is
     an older name of `w8a8-static`: a model in memory is not smoothed; `baracuda quantize` smooths a checkpoint.
+
+    `targets` are the linears to replace: types, names, patterns, or functions of the name and the module. The output
+    head, and a linear that shares its weight with an embedding, stay in floating point as `baracuda quantize` leaves
+    them, unless `quantize_head` is set or a target names them.
 
     A static scheme needs `input_scales`, the calibrated scale of each linear's inputs by qualified name. `method` turns
     weights into integers: `rtn` rounds them to nearest. One that needs data takes it from `calibration`, by qualified
@@ -90,7 +108,7 @@ def quantize_model(
             return QuantizedLinear.from_float(linear, quantized=quantized, **scheme.linear_options)
         return SmoothQuantLinear.from_float(linear, scales[name], quantized=quantized, **scheme.linear_options)
 
-    report = _replace(model, targets, ignore, replace)
+    report = _replace(model, targets, ignore, replace, {} if quantize_head else _heads(model))
     known = {*report.replaced, *report.skipped}
     report.unmatched += [name for name in dict.fromkeys((*scales, *data)) if name not in known]
     if merge:
@@ -101,15 +119,17 @@ def quantize_model(
 
 def prepare_qat(
     model: nn.Module,
-    scheme: str | LinearScheme = "w8a8",
+    scheme: LiveScheme | LinearScheme = "w8a8",
     *,
-    targets: Iterable[Pattern] = (nn.Linear,),
-    ignore: Iterable[Pattern] = (),
+    targets: Pattern | Iterable[Pattern] = (nn.Linear,),
+    ignore: Pattern | Iterable[Pattern] = (),
+    quantize_head: bool = False,
     **options: Any,
 ) -> Report:
     """Replace float linears by QATLinears over the same parameters, in place; further options are QATLinear's.
 
-    The schemes are those of `quantize_model`; a static one needs no scales, since training finds them.
+    The schemes, and what stays in floating point, are those of `quantize_model`; a static scheme needs no scales, since
+    training finds them.
     """
     chosen = live_scheme(scheme)
     options = {**chosen.linear_options, "activation_strategy": chosen.activation.kind, **options}
@@ -118,10 +138,15 @@ def prepare_qat(
     def replace(name: str, module: nn.Module) -> nn.Module:
         return QATLinear.from_float(_require_replaceable(module), **options)
 
-    return _replace(model, targets, ignore, replace)
+    return _replace(model, targets, ignore, replace, {} if quantize_head else _heads(model))
 
 
-def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), ignore: Iterable[Pattern] = ()) -> Report:
+def convert(
+    model: nn.Module,
+    *,
+    targets: Pattern | Iterable[Pattern] = (QATLinear,),
+    ignore: Pattern | Iterable[Pattern] = (),
+) -> Report:
     """Replace the QATLinears of a trained model by the integer linears they trained for, in place.
 
     One whose observed or learned scale has no value yet is left, and the report says so.
@@ -142,17 +167,23 @@ def convert(model: nn.Module, *, targets: Iterable[Pattern] = (QATLinear,), igno
 
 def _replace(
     model: nn.Module,
-    targets: Iterable[Pattern],
-    ignore: Iterable[Pattern],
+    targets: Pattern | Iterable[Pattern],
+    ignore: Pattern | Iterable[Pattern],
     replace: Callable[[str, nn.Module], nn.Module],
+    kept: Mapping[nn.Module, str] | None = None,
 ) -> Report:
+    """Replace what `targets` match; of these, what is `kept` only where a target names it."""
     wanted, unwanted = _Patterns(targets), _Patterns(ignore)
     report, made = Report(), {}
     for name, parent, child, module in list(_places(model)):
-        if not wanted.match(name, module):
+        target = wanted.match(name, module)
+        if target is None:
             continue
-        if pattern := unwanted.match(name, module):
-            report.skipped[name] = f"ignored by {pattern!r}"
+        if (pattern := unwanted.match(name, module)) is not None:
+            report.skipped[name] = f"ignored by {_spelled(pattern)!r}"
+            continue
+        if kept and module in kept and isinstance(target, type):
+            report.skipped[name] = f"{kept[module]}: pass quantize_head=True to quantize it too"
             continue
         try:
             if parent is None:
@@ -169,7 +200,26 @@ def _replace(
     if made:
         _leave_fast_paths(model)
     report.unmatched = [*wanted.unmatched(), *unwanted.unmatched()]
+    _log.info("%s: %d modules replaced, %d left", type(model).__name__, len(report.replaced), len(report.skipped))
+    for pattern in report.unmatched:
+        _log.warning("%r matched no module of %s", pattern, type(model).__name__)
     return report
+
+
+def _heads(model: nn.Module) -> dict[nn.Module, str]:
+    """The linears that turn hidden states into logits, and those that share a weight with an embedding."""
+    found: dict[nn.Module, str] = {}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and id(module.weight) in embeddings:
+            found[module] = "shares its weight with an embedding"
+    try:
+        head = model.get_output_embeddings()  # type: ignore[operator]
+    except Exception:  # not a transformers model, or one that has no head and says so in its own way
+        head = None
+    if isinstance(head, nn.Module):
+        found.setdefault(head, "the output head")
+    return found
 
 
 def _leave_fast_paths(model: nn.Module) -> None:
@@ -195,7 +245,7 @@ class _Patterns:
     """Patterns, and which of them have matched something."""
 
     def __init__(self, patterns: Iterable[Pattern] | Pattern) -> None:
-        listed: Iterable[Pattern] = (patterns,) if isinstance(patterns, str | type) else patterns
+        listed = (patterns,) if isinstance(patterns, str) or callable(patterns) else patterns
         self.found: dict[Pattern, bool] = dict.fromkeys(listed, False)
         for pattern in self.found:
             if isinstance(pattern, str) and (error := flaw(pattern)) is not None:
@@ -204,20 +254,26 @@ class _Patterns:
                     "correct it, or drop re: for a shell pattern"
                 )
 
-    def match(self, name: str, module: nn.Module) -> str | None:
+    def match(self, name: str, module: nn.Module) -> Pattern | None:
         for pattern in self.found:
             if _matches(pattern, name, module):
                 self.found[pattern] = True
-                return pattern if isinstance(pattern, str) else pattern.__name__
+                return pattern
         return None
 
     def unmatched(self) -> list[str]:
-        return [p if isinstance(p, str) else p.__name__ for p, found in self.found.items() if not found]
+        return [_spelled(pattern) for pattern, found in self.found.items() if not found]
+
+
+def _spelled(pattern: Pattern) -> str:
+    return pattern if isinstance(pattern, str) else getattr(pattern, "__name__", repr(pattern))
 
 
 def _matches(pattern: Pattern, name: str, module: nn.Module) -> bool:
     if isinstance(pattern, type):
         return isinstance(module, pattern)
+    if not isinstance(pattern, str):
+        return bool(pattern(name, module))
     return matches(pattern, name) or type(module).__name__ == pattern
 
 

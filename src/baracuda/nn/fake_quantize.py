@@ -14,7 +14,7 @@ from ..autograd import straight_through
 from ..core.errors import InvalidProblem
 from ..core.problem import dynamic_range
 from ..core.scope import PerTensor, PerToken, Scope, Shape
-from ..core.types import Arithmetic, DynamicRangeMode, Element, ElementKind, member
+from ..core.types import Arithmetic, ArithmeticName, DynamicRangeMode, Element, ElementKind, ModeName, member
 from ..dispatch.eager import route
 from ..functional import choose_qparams, dynamic_fake_quantize, fake_quantize
 from .linear import autocast_dtype
@@ -58,13 +58,13 @@ class FakeQuantize(nn.Module):
         scale_shape: Shape = (),
         *,
         element: Element = ElementKind.S8,
-        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
         q_min: int | None = None,
         q_max: int | None = None,
         include_zero: bool = True,
         observer: type[Observer] = MinMax,
         observer_options: dict[str, Any] | None = None,
-        arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+        arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
         grad_factor: float | None = None,
         scale_dtype: torch.dtype | None = None,
     ) -> None:

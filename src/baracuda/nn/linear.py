@@ -13,7 +13,7 @@ from ..core.errors import InvalidProblem, Unsupported
 from ..core.optable import activation_zero_point_numbers, packed_shape, scale_numbers
 from ..core.problem import Problem, dynamic_range
 from ..core.scope import PerChannel, PerGroup, Scope
-from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
+from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, ModeName, QuantizeKind, member
 from ..functional import (
     dequantize,
     fake_quantize,
@@ -56,7 +56,7 @@ class IntegerLinear(Sibling):
         *,
         weight_element: Element = ElementKind.S8,
         weight_group: int = 0,
-        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
         activation: Element = ElementKind.S8,
         q_min: int | None = None,
         q_max: int | None = None,
@@ -83,7 +83,7 @@ class IntegerLinear(Sibling):
         # For torch.compile, which guards one string by one comparison, but every pair of modules that share an enum
         # member by an expression in Python: hundreds of them before each step of a large model.
         named = (self.mode.value, self.activation.value, self.weight_element.value, str(self.q_min), str(self.q_max))
-        self._plain_options = " ".join(named)
+        self._plain_options: Any = " ".join(named)
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
         """The range of the activations; that of their type by default."""

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ..core.problem import dynamic_range
 from ..core.scope import PerChannel, PerTensor, PerToken
-from ..core.types import DynamicRangeMode, Element, ElementKind
+from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear, under_autocast
 from .observers import MovingAverage, Observer
@@ -39,7 +39,7 @@ class QATLinear(nn.Linear):
         weight_strategy: Strategy = "dynamic",
         activation: Element = ElementKind.S8,
         activation_strategy: Strategy = "dynamic",
-        mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+        mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
         q_min: int | None = None,
         q_max: int | None = None,
         observer: type[Observer] = MovingAverage,

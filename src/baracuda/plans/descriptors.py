@@ -11,7 +11,18 @@ from ..core.errors import InvalidProblem
 from ..core.optable import activation_zero_point_numbers, scale_numbers
 from ..core.problem import Problem, fake_storage, stored_scale_element
 from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope, Shape
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, QuantizeKind, member
+from ..core.types import (
+    Activation,
+    ActivationName,
+    Arithmetic,
+    ArithmeticName,
+    DynamicRangeMode,
+    Element,
+    ElementKind,
+    ModeName,
+    QuantizeKind,
+    member,
+)
 
 # -- descriptors: which elements share a scale ... ---------------------------------------------------------------
 
@@ -73,7 +84,7 @@ class _Quantize(_Layout):
     q_max: int
     input_element: Element
     output_element: Element
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
 
     def _elements(self) -> tuple[ElementKind, ElementKind]:
         element = ElementKind.of(self.input_element, "input_element")
@@ -144,7 +155,7 @@ class FakeQuantizeDescriptor:
     input_element: Element
     scope: Scope = PerTensor()
     shape: Shape | None = None
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
         shape = (self.numel,) if self.shape is None else _sizes(self.shape)
@@ -163,14 +174,14 @@ class DynamicRangeQuantizeDescriptor:
     d: int | None = None
     q_min: int = -127
     q_max: int = 127
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC
     scope: Scope = PerToken()
     input_element: Element = ElementKind.F32
     output_element: Element = ElementKind.S8
     scale_element: Element | None = None
     include_zero: bool = False
     shape: Shape | None = None
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
         element = ElementKind.of(self.input_element, "input_element")
@@ -207,11 +218,11 @@ class QuantizedLinearDescriptor:
     q_max: int = 127
     activation_element: Element = ElementKind.F32
     weight_element: Element = ElementKind.S8
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC
     quantized_element: Element = ElementKind.S8
     scale_element: Element | None = None
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
-    activation: Activation | str = Activation.NONE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
+    activation: Activation | ActivationName = Activation.NONE
     weight_group: int = 0
 
     def problem(self, op: QuantizeKind) -> Problem:
@@ -247,8 +258,8 @@ class SmoothQuantLinearDescriptor:
     weight_element: Element = ElementKind.S8
     output_element: Element = ElementKind.F32
     act_zero_point: int = 0
-    activation: Activation | str = Activation.NONE
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    activation: Activation | ActivationName = Activation.NONE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
     weight_group: int = 0
 
     def problem(self, op: QuantizeKind) -> Problem:
@@ -281,7 +292,7 @@ class WeightOnlyLinearDescriptor:
     weight_group: int = 0
     activation_element: Element = ElementKind.BF16
     weight_element: Element = ElementKind.S4
-    activation: Activation | str = Activation.NONE
+    activation: Activation | ActivationName = Activation.NONE
 
     def problem(self, op: QuantizeKind) -> Problem:
         return Problem(

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from ..backends.registry import Value, choose, contract
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from ..core.memory import LARGE, on_huge_pages
+from ..core.notebook import html_table
 from ..core.optable import OPS, needed
 from ..core.problem import Problem
 from ..core.scope import Shape
@@ -189,6 +190,18 @@ class Plan(SelectedPlan, Generic[D, A]):
             _require_type("preference", preference, PlanPreference, "; a device is a keyword, as in device='cpu'")
         super().__init__(desc.problem(self.op), device, preference)
         self.descriptor, self.preference = desc, preference
+
+    def _repr_html_(self) -> str:
+        sku, promised = self.sku(), self.precision_guarantee()
+        rows = [
+            ("descriptor", str(self.descriptor)),
+            ("kernel", f"{sku.kernel} of {sku.backend.value}, {sku.arch}"),
+            ("device", str(self.device)),
+            ("workspace", f"{self.workspace_size()} bytes"),
+            ("arithmetic", f"{promised.math_precision.value}, sums in {promised.accumulator.value}"),
+            ("the bits of the reference", "yes" if promised.matches_reference else "no"),
+        ]
+        return html_table(type(self).__name__, rows)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the selection, not the kernel: a copy selects again in its own process."""

@@ -8,13 +8,15 @@ from .calibration import CalibrationData, Needs
 from .formats import ActivationFormat, LinearScheme, Scheme, WeightFormat
 from .method import Method, QuantizedWeight, get_method, method_names, register_method
 from .recipe import Choice, Recipe
-from .registry import checkpoint_names, checkpoint_scheme, live_names, live_scheme
+from .registry import CheckpointScheme, LiveScheme, checkpoint_names, checkpoint_scheme, live_names, live_scheme
 
 __all__ = [
     "ActivationFormat",
     "CalibrationData",
+    "CheckpointScheme",
     "Choice",
     "LinearScheme",
+    "LiveScheme",
     "Method",
     "Needs",
     "QuantizedWeight",

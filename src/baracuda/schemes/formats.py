@@ -10,7 +10,7 @@ import torch
 from ..core.errors import InvalidProblem
 from ..core.problem import dynamic_range
 from ..core.scope import PerChannel, PerGroup, Scope
-from ..core.types import DynamicRangeMode, Element, ElementKind, member
+from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName, member
 
 ActivationKind = Literal["float", "dynamic", "static"]
 
@@ -113,7 +113,7 @@ class LinearScheme:
     """s8 or s4."""
     activation: Element = ElementKind.S8
     """s8 or u8; for fewer bits `q_min` and `q_max` narrow the range."""
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC
     """Whether activations have a zero point."""
     static: bool = False
     """One calibrated scale for all activations, instead of one for each token from its own range."""

@@ -121,6 +121,7 @@ def register_method(name: str, *, needs: Needs | None = None, nearest: bool = Tr
 def get_method(name: str | Method) -> Method:
     if isinstance(name, Method):
         return name
+    name = name.lower() if isinstance(name, str) else name
     if name not in method_names():
         raise InvalidProblem(f"method: expected one of {', '.join(method_names())}, got {name!r}")
     return _METHODS[name]

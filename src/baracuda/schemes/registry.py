@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from ..core.errors import InvalidProblem
 from ..core.types import DynamicRangeMode, ElementKind
 from .formats import ActivationFormat, LinearScheme, Scheme, WeightFormat
 
 _S4 = ElementKind.S4
+
+#: For type checkers: the names of the table below, for models in memory and for checkpoints. A test compares them.
+LiveScheme = Literal["w8a8", "w8a8-asymmetric", "w8a8-static", "w4a8", "w4a4", "w8a8-smoothquant"]
+CheckpointScheme = Literal["w8a8", "w8a8-static", "w4a8", "w4a16", "w8a8-smoothquant"]
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,10 @@ def checkpoint_names() -> list[str]:
 
 
 def live_scheme(scheme: str | LinearScheme) -> Scheme:
-    """The scheme of a model in memory."""
+    """The scheme of a model in memory, named in small or capital letters."""
     if isinstance(scheme, LinearScheme):
         return scheme._scheme
+    scheme = scheme.lower() if isinstance(scheme, str) else scheme
     if scheme not in live_names():
         raise InvalidProblem(
             f"scheme: expected a LinearScheme or one of {', '.join(live_names())}, got {scheme!r}; "
@@ -72,7 +78,8 @@ def live_scheme(scheme: str | LinearScheme) -> Scheme:
 
 
 def checkpoint_scheme(name: str) -> tuple[Scheme, bool]:
-    """The scheme of a checkpoint, and whether its name also asks for smoothing."""
+    """The scheme of a checkpoint, named in small or capital letters, and whether its name also asks for smoothing."""
+    name = name.lower() if isinstance(name, str) else name
     if name not in checkpoint_names():
         raise InvalidProblem(f"scheme: expected one of {', '.join(checkpoint_names())}, got {name!r}")
     alias = ALIASES.get(name)

@@ -63,3 +63,32 @@ def test_texts_become_blocks_of_tokens_for_models_that_predict_the_next_one(suff
         tmp_path / "model", out, scheme="w8a8-smoothquant", calibration=data, evaluation=data, sequence_length=20
     )
     assert report["evaluation"]["tokens"] == 120 and (out / "tokenizer.json").exists()
+
+
+def test_texts_may_be_a_list(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They give the bytes and figures of the same texts in a file, and leave no file behind."""
+    tokenizers = pytest.importorskip("tokenizers")
+    import transformers
+
+    words = {f"w{i}": i for i in range(64)}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    models.save("llama", tmp_path / "model")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "model")
+    texts = [" ".join(f"w{(5 * i + j) % 64}" for j in range(24)) for i in range(6)]
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    options = {"scheme": "W8A8", "activations": "Static", "sequence_length": 24}
+    made = {}
+    with caplog.at_level("INFO", logger="baracuda"):
+        for name, data in (("file", tmp_path / "texts.txt"), ("list", texts)):
+            made[name] = quantize_checkpoint(
+                tmp_path / "model", tmp_path / name, calibration=data, evaluation=data, **options
+            )
+    assert (tmp_path / "file" / "model.safetensors").read_bytes() == (
+        tmp_path / "list" / "model.safetensors"
+    ).read_bytes()
+    assert made["list"]["evaluation"]["kl"] == made["file"]["evaluation"]["kl"]
+    assert made["list"]["evaluation"]["data"] == "evaluation-texts.jsonl" and made["list"]["scheme"]["name"] == "w8a8"
+    assert any("quantized" in record.getMessage() for record in caplog.records)
+    with pytest.raises(FlowError, match="calibration: expected the path of a file, or a list of texts, got dict"):
+        quantize_checkpoint(tmp_path / "model", tmp_path / "no", calibration={"text": "a"}, **options)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -17,6 +20,8 @@ from .options import Options
 BATCH = 8
 #: What calibration and evaluation read.
 SUFFIXES = (".txt", ".jsonl", ".safetensors")
+#: A file of texts or tokens, or the texts themselves.
+Data = str | Path | list[str] | tuple[str, ...]
 
 
 def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool) -> list[Tensor]:
@@ -43,6 +48,20 @@ def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, bl
     if not long_enough:
         raise FlowError(f"{path}: expected texts of at least 2 tokens, got {len(tokens)}; give more text")
     return long_enough
+
+
+@contextmanager
+def as_file(data: Data | None, use: str) -> Iterator[Path | None]:
+    """The file of the data. Texts are written to one, named by their use, which is removed at the end."""
+    if data is None or isinstance(data, str | Path):
+        yield None if data is None else Path(data)
+        return
+    if not isinstance(data, list | tuple) or not all(isinstance(text, str) for text in data):
+        raise FlowError(f"{use}: expected the path of a file, or a list of texts, got {type(data).__name__}")
+    with tempfile.TemporaryDirectory(prefix="baracuda-") as folder:
+        path = Path(folder) / f"{use}-texts.jsonl"
+        path.write_text("".join(f"{json.dumps({'text': text})}\n" for text in data))
+        yield path
 
 
 def require_data(path: Path) -> None:

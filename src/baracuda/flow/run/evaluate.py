@@ -15,7 +15,7 @@ from ...plans.plan import resolve_device
 from ..errors import FlowError
 from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
 from ..hf.load import load
-from .data import batches, read_for, require_data
+from .data import Data, as_file, batches, read_for, require_data
 from .options import Options, Progress
 from .report import sqnr_db
 
@@ -76,7 +76,7 @@ def _compare(
 
 def evaluate_checkpoint(
     checkpoint: str | Path,
-    text: str | Path,
+    text: Data,
     *,
     against: str | Path | None = None,
     samples: int = 128,
@@ -84,13 +84,28 @@ def evaluate_checkpoint(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Perplexity of a model on a file of texts or tokens; with `against`, its float model, what quantization cost.
+    """Perplexity of a model on texts; with `against`, its float model, what quantization cost.
+
+    `text` is a file of texts or tokens, or a list of texts.
 
     The checkpoint can be one that baracuda wrote or any other that transformers loads. Against a float model the result
     has the KL divergence, how often both agree on the most likely token, the `worst` tokens, and the error of each
     layer's output in decibels.
     """
-    directory, data, where = Path(checkpoint), Path(text), resolve_device(device)
+    with as_file(text, "evaluation") as data:
+        assert data is not None
+        return _evaluate(Path(checkpoint), data, against, samples, sequence_length, resolve_device(device), progress)
+
+
+def _evaluate(
+    directory: Path,
+    data: Path,
+    against: str | Path | None,
+    samples: int,
+    sequence_length: int,
+    where: torch.device,
+    progress: Progress | None,
+) -> dict[str, Any]:
     require_data(data)
     step = progress or (lambda stage, done, total, label: None)
     options = Options(samples=samples, sequence_length=sequence_length)

@@ -31,6 +31,12 @@ class Options:
     one_shot: bool = False
     rules: tuple[Rule, ...] = ()
 
+    def __post_init__(self) -> None:
+        # W8A8 and w8a8 are one scheme, so a run that was begun with the one goes on with the other.
+        for name in ("scheme", "activations", "method"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, value.lower())
+
     def plan(self) -> Plan:
         """What is done to which layer; raises for options that contradict each other."""
         scheme, smooths = self._scheme(self.scheme, self.group_size)

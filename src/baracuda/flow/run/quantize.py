@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ...plans.plan import resolve_device
+from ...schemes import CheckpointScheme
 from ..checkpoint.directory import Checkpoint
 from ..errors import RESUME, FlowError, os_errors_explained
 from ..hf.hub import local_directory
+from .data import Data, as_file
 from .distributed import team
 from .options import Options, Progress
 from .recipe_file import read_recipe
 from .steps import Run
+
+_log = logging.getLogger(__name__)
 
 
 def quantize_checkpoint(
     model_dir: str | Path,
     out: str | Path,
     *,
-    scheme: str = "w8a8",
-    activations: str = "dynamic",
-    calibration: str | Path | None = None,
-    evaluation: str | Path | None = None,
+    scheme: CheckpointScheme = "w8a8",
+    activations: Literal["dynamic", "static"] = "dynamic",
+    calibration: Data | None = None,
+    evaluation: Data | None = None,
     alpha: float | str | None = None,
     ignore: str | Iterable[str] = (),
     group_size: int | None = None,
@@ -52,8 +57,9 @@ def quantize_checkpoint(
     - `method`: how weights become integers; `"rtn"` rounds them to nearest, `"gptq"` keeps the outputs of each layer on
       the calibration data. It goes block by block, each calibrated on the outputs of the quantized ones before it;
       `one_shot` calibrates all of them on the float model instead.
-    - `calibration`: a file of texts or tokens, for smoothing, static activations and methods that need data.
-      `evaluation`: one to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are read.
+    - `calibration`: a file of texts or tokens, or a list of texts, for smoothing, static activations and methods that
+      need data. `evaluation`: the same, to measure the result on. Of each, `samples` sequences of `sequence_length`
+      tokens are read.
     - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given.
     - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
       layers and a list `layers` of tables with a `match` and what is different there; the first match decides.
@@ -84,7 +90,13 @@ def quantize_checkpoint(
         options = replace(options, **read.options, ignore=(*options.ignore, *read.ignore), rules=read.rules)
     plan = options.plan()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
-    with os_errors_explained(out, RESUME), team() as ranks, Checkpoint.open(local_directory(model_dir)) as source:
+    with (
+        os_errors_explained(out, RESUME),
+        as_file(calibration, "calibration") as calibrated,
+        as_file(evaluation, "evaluation") as evaluated,
+        team() as ranks,
+        Checkpoint.open(local_directory(model_dir)) as source,
+    ):
         run = Run(
             source,
             out,
@@ -93,10 +105,14 @@ def quantize_checkpoint(
             ranks,
             _own_device(device),
             progress or (lambda stage, done, total, label: None),
-            Path(calibration) if calibration is not None else None,
-            Path(evaluation) if evaluation is not None else None,
+            calibrated,
+            evaluated,
         )
-        return run.go(resume=resume)
+        _log.info("quantizing %s to %s as %s", source.directory, out, options.scheme)
+        content = run.go(resume=resume)
+        if content:
+            _log.info("%s: %d Linears quantized, %d left", out, len(content["layers"]), len(content["left"]))
+        return content
 
 
 def _own_device(device: torch.device | str) -> torch.device:
