@@ -23,6 +23,8 @@ enum Op : int {
 
 enum Activation : int { NONE, RELU, GELU, SILU, ACTIVATION_COUNT };
 
+enum NormStyle : int { LLAMA, GEMMA, TORCH, LAYER, STYLE_COUNT };
+
 enum Element : int { F16, BF16, F32, F64, S8, U8, S4, U4, ELEMENT_COUNT };
 
 ALWAYS_INLINE bool is_packed(int element) { return element >= S4; }
@@ -151,6 +153,20 @@ struct FloatWeights {
     char* prepared;  // the activations in the math type, rows padded to a multiple of 32
 };
 
+// A norm of rows, or a product with what a nonlinearity makes of a gate; its results may be quantized.
+struct Production {
+    bool gated, quantizes;
+    int64_t rows, d;
+    int element, style, activation;
+    double eps;
+    Rows x, other;  // the input and what is added to it, or the gate and what it is multiplied with
+    const void *weight, *bias;  // of a norm: d of each, or none
+    int weight_code, bias_code;
+    char* sum_out;     // or none: nothing is added
+    char* out;         // of floats
+    Job quantization;  // of all rows: its input is what is made here
+};
+
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
 struct Kernels {
     void (*elementwise)(const Job&, int64_t part, int64_t parts);
@@ -159,6 +175,7 @@ struct Kernels {
     void (*finish)(const Job&, int64_t part, int64_t parts);
     void (*learn)(const Job&, int64_t part, int64_t parts);
     void (*total)(const Job&, int64_t part, int64_t parts);
+    void (*produce)(const Production&, int64_t part, int64_t parts);
 };
 
 // The widest vector, in bytes, that prepared activations are padded for.

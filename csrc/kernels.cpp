@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "learned.hpp"
-#include "ranges.hpp"
+#include "produce.hpp"
 
 namespace baracuda {
 namespace {
@@ -57,6 +57,6 @@ void total(const Job& job, int64_t part, int64_t parts) {
 }  // namespace
 
 extern const Kernels BARACUDA_TABLE;
-const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total};
+const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total, produce};
 
 }  // namespace baracuda

@@ -60,4 +60,5 @@ NB_MODULE(_cpu, m) {
     m.def("has_exact_int8_dot", &has_exact_int8_dot);
     bind_plan(m);
     bind_linear(m);
+    bind_producer(m);
 }

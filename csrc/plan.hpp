@@ -118,23 +118,7 @@ public:
         return job;
     }
 
-    const Problem& problem() const { return p_; }
-
-private:
-    // Whether a block of whole segments stays in the cache between the pass that finds its range and the next.
-    bool in_cache() const {
-        const View& v = p_.view;
-        if (numel_ == 0) return true;
-        if (v.repeat > 1) return false;
-        if (v.inner > 1) {
-            const int64_t bytes = bytes_of(p_.element), columns = block_columns(v, bytes);
-            return segments_ / columns >= MANY_BLOCKS && v.run * columns * bytes <= 2 * BLOCK_BYTES;
-        }
-        const bool shares_bytes = is_packed(p_.quantized) && v.run < p_.last;
-        if (shares_bytes && p_.last / v.run > BLOCK_SEGMENTS) return false;
-        return (shares_bytes ? p_.last : v.run) * bytes_of(p_.element) <= NEAR;
-    }
-
+    // What run computes, as a job for kernels->elementwise.
     Job given(uint64_t x, int64_t x_pitch, uint64_t dy, int64_t dy_pitch, uint64_t scale, int scale_code,
               int64_t scale_pitch, double scale_number, uint64_t zero_point, int64_t zero_point_pitch,
               int64_t zero_point_number, uint64_t out) const {
@@ -161,6 +145,23 @@ private:
         require(std::abs(zero_point_number) <= MAX_ZERO_POINT, "a zero point within 2**24 - 256");
         job.zero_point_number = int32_t(zero_point_number);
         return job;
+    }
+
+    const Problem& problem() const { return p_; }
+
+private:
+    // Whether a block of whole segments stays in the cache between the pass that finds its range and the next.
+    bool in_cache() const {
+        const View& v = p_.view;
+        if (numel_ == 0) return true;
+        if (v.repeat > 1) return false;
+        if (v.inner > 1) {
+            const int64_t bytes = bytes_of(p_.element), columns = block_columns(v, bytes);
+            return segments_ / columns >= MANY_BLOCKS && v.run * columns * bytes <= 2 * BLOCK_BYTES;
+        }
+        const bool shares_bytes = is_packed(p_.quantized) && v.run < p_.last;
+        if (shares_bytes && p_.last / v.run > BLOCK_SEGMENTS) return false;
+        return (shares_bytes ? p_.last : v.run) * bytes_of(p_.element) <= NEAR;
     }
 
     Job begin() const {

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-REFERENCE = "backends/reference.py"
+#: The reference is two files: its formulas, and what applies them to operands. A mutant's text is in one of them.
+REFERENCE = "backends/formulas.py backends/reference.py"
 ACTIVATION = "backends/nonlinearity.py"
 PACKING = "core/packing.py"
 WORKERS = 2
@@ -48,7 +49,7 @@ class Mutant:
     new: str
     #: The files that should notice, quickest first.
     tests: tuple[str, ...]
-    file: str = REFERENCE
+    files: str = REFERENCE
 
 
 #: Lines of the reference that more than one mutant breaks.
@@ -167,13 +168,12 @@ def plant(mutant: Mutant, directory: Path) -> None:
     """A copy of the package with the mutation in it and no backend but the reference."""
     package = directory / "baracuda"
     shutil.copytree(ROOT / "src" / "baracuda", package, ignore=shutil.ignore_patterns("__pycache__"))
-    target = package / mutant.file
-    text = target.read_text()
-    if text.count(mutant.old) != 1:
-        raise SystemExit(
-            f"{mutant.name}: expected its text once in {mutant.file}, found it {text.count(mutant.old)} times"
-        )
-    target.write_text(text.replace(mutant.old, mutant.new))
+    texts = {package / file: (package / file).read_text() for file in mutant.files.split()}
+    count = sum(text.count(mutant.old) for text in texts.values())
+    if count != 1:
+        raise SystemExit(f"{mutant.name}: expected its text once in {mutant.files}, found it {count} times")
+    for target, text in texts.items():
+        target.write_text(text.replace(mutant.old, mutant.new))
     with (package / "backends" / "registry.py").open("a") as registry:
         registry.write('\nBACKENDS = {BackendKind.REFERENCE: "baracuda.backends.reference"}\n')
 

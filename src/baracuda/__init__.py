@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from .plans.declarations import *
     from .plans.descriptors import *
     from .plans.plan import Plan as Plan
+    from .plans.produced import *
 
 #: Loaded when first asked for, so that `import baracuda` stays quick.
 _LAZY = {

@@ -79,6 +79,44 @@ class Plan:
         self, x: int, x_pitch: int, scale_out: int, zero_point_out: int, out: int, workspace: int, threads: int, /
     ) -> None: ...
 
+class Producer:
+    """A norm of rows, or a product with what a nonlinearity makes of a gate, with floats as a result or quantized.
+
+    `quantization` is the plan of the result where it is quantized.
+    """
+
+    def __init__(
+        self,
+        gated: bool,
+        rows: int,
+        d: int,
+        element: int,
+        style: int,
+        activation: int,
+        eps: float,
+        quantization: Plan | None = None,
+    ) -> None: ...
+    def run(
+        self,
+        x: int,
+        x_pitch: int,
+        other: int,
+        other_pitch: int,
+        weight: int,
+        weight_code: int,
+        bias: int,
+        bias_code: int,
+        sum_out: int,
+        scale: int,
+        scale_code: int,
+        scale_number: float,
+        zero_point: int,
+        zero_point_number: int,
+        out: int,
+        threads: int,
+        /,
+    ) -> None: ...
+
 class Linear:
     """A linear of an [m, k] and an [n, k] matrix: its parts, and the whole of it in one call.
 

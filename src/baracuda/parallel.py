@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .backends.reference import canonical, linear
+from .backends.formulas import canonical, linear
 from .core.errors import InvalidProblem, Unsupported
 from .core.packing import unpack_int4
 from .core.scope import PerToken

@@ -153,7 +153,10 @@ def variants(cell: Cell) -> Iterator[Problem]:
 def awkward(problem: Problem) -> list[Problem]:
     if OPS[problem.op].category is OpCategory.GEMM:
         return [replace(problem, shape=shape) for shape in LINEARS]
-    return [replace(problem, shape=shape, scope=scope) for shape, scope in AWKWARD[problem.scope.name]]
+    layouts = AWKWARD[problem.scope.name]
+    if OPS[problem.op].category is OpCategory.FUSED:
+        layouts = [(shape, scope) for shape, scope in layouts if shape]  # rows want a last axis
+    return [replace(problem, shape=shape, scope=scope) for shape, scope in layouts]
 
 
 def walk(op: QuantizeKind, device: torch.device) -> Iterator[tuple[Case, Callable[[Tensor], Tensor], Problem]]:

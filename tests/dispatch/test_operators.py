@@ -44,6 +44,8 @@ def arguments(
     gemm = OPS[op].category is baracuda.OpCategory.GEMM
     shape = (5, 6, 8) if gemm else (3, 8)
     scope = PerTensor() if gemm else scope
+    if OPS[op].category is baracuda.OpCategory.FUSED:
+        scope = PerTensor() if op.value.endswith("d_quantize") or op.value == "norm_quantize" else PerToken()
     fake = op.value.startswith("fake_quantize")
     kind = {ElementKind.S4: ElementKind.S8, ElementKind.U4: ElementKind.U8}.get(kind, kind) if fake or gemm else kind
     nonlinearity = Activation.GELU if gemm else Activation.NONE
@@ -53,8 +55,10 @@ def arguments(
     given: list[Any] = []
     for operand in OPERATORS[op].inputs:
         wanted, element = operand.shape(problem), operand.elements(problem)[0]
-        if operand.name in ("bias", "weight_sum"):
-            value: Any = torch.randn(wanted) if operand.name == "bias" else None
+        if operand.name in ("addend",):
+            value: Any = None
+        elif operand.name in ("bias", "weight_sum"):
+            value = torch.randn(wanted) if operand.name == "bias" else None
         elif operand.number is not None:
             zero_point = operand.name.endswith("zero_point")
             number = 1 if zero_point else 0.1

@@ -21,6 +21,7 @@ from baracuda import (
     BackendKind,
     DynamicRangeMode,
     ElementKind,
+    NormStyle,
     PerChannel,
     PerGroup,
     PerTensor,
@@ -93,6 +94,8 @@ class Case:
         parts = [p.op.value, size, p.scope.name, p.element.value, p.quantized.value, f"{p.q_min}..{p.q_max}"]
         parts += [p.mode.value, p.arithmetic.value, p.scale_element.value, self.data, self.scale, self.zero_point]
         parts += ["zero"] * p.include_zero + ["rows"] * self.row_strided
+        if OPS[p.op].category is OpCategory.FUSED:
+            parts += [p.nonlinearity.value, p.norm.value, str(p.eps)] + ["adds"] * p.adds + ["halves"] * p.halves
         return "-".join([*parts, *([p.nonlinearity.value] if is_linear(self) else []), *["residual"] * self.residual])
 
 
@@ -190,6 +193,53 @@ def _group_cases() -> Iterator[Case]:
         yield Case(problem, data, scale, residual=pick([False, True]))
 
 
+def _token_scale_cases() -> Iterator[Case]:
+    """Linears over integers with a scale for each row."""
+    pick = random.Random(5).choice
+    for shape, element, kind, mode in itertools.product(
+        LINEAR_SHAPES, FLOATS, (ElementKind.S8, ElementKind.U8), DynamicRangeMode
+    ):
+        problem = Problem(
+            QuantizeKind.SMOOTHQUANT_LINEAR, shape, element, kind, kind.q_min, kind.q_max, PerToken(), mode,
+            scale_element=scale_elements(element)[0], weight=pick([ElementKind.S8, ElementKind.S4]),
+        )  # fmt: skip
+        scale = pick(["tensor", "tensor", "number", "input_type"])
+        yield Case(problem, pick(["ordinary", "edges"]), scale, residual=pick([False, True]))
+
+
+#: Rows of norms and gated products: none, ones, primes, both sides of a vector, a tile and a block of the sums.
+PRODUCER_SHAPES = [(3, 0), (0, 5), (1, 1), (9, 1), (7,), (2, 3, 47), (5, 64), (3, 1023), (2, 1025), (1, 4099)]
+LARGE_PRODUCER_SHAPES = [(37, 576), (2, 8193), (1, 33000)]
+NORMS = (QuantizeKind.NORM, QuantizeKind.NORM_QUANTIZE, QuantizeKind.NORM_DYNAMIC_QUANTIZE)
+GATED = (QuantizeKind.GATED, QuantizeKind.GATED_QUANTIZE, QuantizeKind.GATED_DYNAMIC_QUANTIZE)
+
+
+def _producer_cases(shapes: list[tuple[int, ...]]) -> Iterator[Case]:
+    pick = random.Random(6).choice
+    for op, shape, element, kind in itertools.product((*NORMS, *GATED), shapes, FLOATS, INTEGERS):
+        dynamic, plain = OPS[op].dynamic, op in (QuantizeKind.NORM, QuantizeKind.GATED)
+        mode = pick(list(DynamicRangeMode)) if dynamic else DynamicRangeMode.SYMMETRIC
+        low = -kind.q_max if dynamic and kind.q_min < 0 and mode is DynamicRangeMode.SYMMETRIC else kind.q_min
+        problem = Problem(
+            op, shape, element, kind, low, kind.q_max, PerToken() if dynamic or plain else PerTensor(), mode,
+            pick([Arithmetic.DIVIDE, Arithmetic.DIVIDE, Arithmetic.RECIPROCAL]),
+            pick([scale_elements(element)[0], scale_elements(element)[-1]]),
+            pick([False, True]) and mode is DynamicRangeMode.ASYMMETRIC,
+            nonlinearity=pick(list(Activation)) if op in GATED else Activation.NONE,
+            norm=pick(list(NormStyle)),
+            eps=pick([0.0, 1e-6, 1e-5]),
+            adds=op in NORMS and pick([False, True]),
+            halves=op in GATED and pick([False, True]),
+        )  # fmt: skip
+        yield Case(
+            problem,
+            pick(["ordinary", "ordinary", "edges", "bits", "poison", "subnormal", "zeros"]),
+            pick(["tensor", "number", "input_type"]),
+            pick(["tensor", "none", "number", "large"]),
+            pick([False, True]) and len(shape) >= 2,
+        )
+
+
 LINEAR_CASES = list(_linear_cases())
 GROUP_CASES = list(_group_cases())
 CASES: list[Case] = [
@@ -199,6 +249,9 @@ CASES: list[Case] = [
     *_dynamic_cases(LARGE_LAYOUTS),
     *LINEAR_CASES,
     *_epilogue_cases(),
+    *_token_scale_cases(),
+    *_producer_cases(PRODUCER_SHAPES),
+    *_producer_cases(LARGE_PRODUCER_SHAPES),
 ]
 
 
@@ -249,7 +302,13 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
     shape, kinds, name = operand.shape(p), operand.elements(p), operand.name
     generator = torch.Generator().manual_seed(seed)
     if operand.output:
-        if operand.optional and (p.mode is DynamicRangeMode.SYMMETRIC or name.endswith("scratch")):
+        if name == "sum_out" and not p.adds:
+            return None
+        if (
+            name != "sum_out"
+            and operand.optional
+            and (p.mode is DynamicRangeMode.SYMMETRIC or name.endswith("scratch"))
+        ):
             return None
         return torch.full(shape, 77, dtype=kinds[0].dtype)
     if name in ("scale", "act_scale", "weight_scale"):
@@ -269,6 +328,11 @@ def _operand(case: Case, operand: Operand, seed: int) -> Value:
         return _zero_point(case, name, shape, generator)
     if name == "residual" and not case.residual:
         return None
+    if (name == "addend" and not p.adds) or (name == "up" and p.halves):
+        return None
+    if name in ("norm_weight", "norm_bias"):
+        kind = kinds[-1] if case.scale == "input_type" else kinds[0]
+        return floats("ordinary", shape, kind, seed) if seed % 4 else None
     if name == "weight_factor" and not p.weight_group:
         return None
     if name in ("bias", "weight_sum"):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..core.optable import OPS
+from ..core.optable import OPS, UNQUANTIZED
 from ..core.problem import Problem, scale_elements
 from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from ..core.types import (
@@ -54,6 +54,10 @@ def cells(device: torch.device) -> Iterator[Cell]:
             integers: tuple[ElementKind, ...] = (ElementKind.S8, ElementKind.U8)
             if op is QuantizeKind.WEIGHT_ONLY_LINEAR:
                 integers = (ElementKind.S8,)  # its activations stay floats
+        elif row.category is OpCategory.FUSED:
+            static = op in UNQUANTIZED and not row.dynamic
+            scopes, shape = (PerTensor() if static else PerToken(),), (64, 64)
+            integers = INTEGERS if op in UNQUANTIZED else (ElementKind.S8,)  # of which there are none
         else:
             scopes, shape, integers = SCOPES, (64, 64), INTEGERS
         modes = tuple(DynamicRangeMode) if row.dynamic else (DynamicRangeMode.SYMMETRIC,)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..core.errors import Unsupported
 from ..core.optable import OPS, epilogue_formula
-from ..core.problem import Problem
+from ..core.problem import NORMS, Problem
 from ..core.types import (
     BackendKind,
     ElementKind,
@@ -64,7 +64,7 @@ def weight_only_error(problem: Problem) -> float:
 def _accumulator(problem: Problem) -> ElementKind:
     if OPS[problem.op].category is OpCategory.GEMM:
         return ElementKind.S32 if problem.shape[2] <= problem.accumulator_limit else ElementKind.S64
-    if problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
+    if problem.op in (QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, *NORMS):
         return ElementKind.F64
     return problem.element.math
 

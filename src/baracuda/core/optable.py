@@ -8,7 +8,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, cast
 
 from .errors import InvalidProblem
-from .scope import Shape
+from .scope import PerToken, Shape
 from .types import MAX_ZERO_POINT, Activation, DynamicRangeMode, ElementKind, OpCategory, QuantizeKind
 
 if TYPE_CHECKING:
@@ -134,6 +134,31 @@ def _n_groups(p: Problem) -> Shape:
     return (p.shape[1], p.shape[2] // p.weight_group if p.weight_group else 0)
 
 
+def _row(p: Problem) -> Shape:
+    return p.shape[-1:]
+
+
+def _addend(p: Problem) -> Shape:
+    """Of what is added before a norm and of the sum: nothing where the problem adds nothing."""
+    return p.shape if p.adds else (0,)
+
+
+def _gate(p: Problem) -> Shape:
+    return (*p.shape[:-1], 2 * p.shape[-1]) if p.halves else p.shape
+
+
+def _up(p: Problem) -> Shape:
+    return (0,) if p.halves else p.shape
+
+
+def _row_values(p: Problem) -> Kinds:
+    return (p.element,) if p.element.bits > 16 else (p.element, p.element.math)
+
+
+def _act_scales(p: Problem) -> Shape:
+    return p.shape[:1] if isinstance(p.scope, PerToken) else ()
+
+
 def _n_segments(p: Problem) -> Shape:
     return (p.shape[1], p.shape[2] // p.weight_group if p.weight_group else 1)
 
@@ -179,6 +204,16 @@ _FLOAT_WEIGHTS = (
     Operand("residual", _float, _m_n, optional=True),
 )
 _LINEAR_OUT = Operand("output", _float, _m_n, output=True)
+_NORM = (
+    _INPUT,
+    Operand("addend", _float, _addend, optional=True),
+    Operand("norm_weight", _row_values, _row, optional=True),
+    Operand("norm_bias", _row_values, _row, optional=True),
+)
+_SUM_OUT = Operand("sum_out", _float, _addend, output=True, optional=True)
+_GATED = (Operand("gate", _float, _gate), Operand("up", _float, _up, optional=True))
+_FLOATS_OUT = Operand("output", _float, _whole, output=True)
+_INTEGERS_OUT = Operand("output", _quantized, _stored, output=True)
 
 
 def _backward(forward_input: Operand) -> OpRow:
@@ -192,6 +227,10 @@ def _backward(forward_input: Operand) -> OpRow:
         ),
         elementwise=True,
     )
+
+
+def _fused(*operands: Operand, dynamic: bool = False) -> OpRow:
+    return OpRow(operands, OpCategory.FUSED, dynamic)
 
 
 OPS: dict[QuantizeKind, OpRow] = {
@@ -241,7 +280,7 @@ OPS: dict[QuantizeKind, OpRow] = {
     QuantizeKind.SMOOTHQUANT_LINEAR: OpRow(
         (
             Operand("act_q", _quantized, _m_k),
-            Operand("act_scale", _static_scale, lambda p: (), number=scale_numbers),
+            Operand("act_scale", _static_scale, _act_scales, number=scale_numbers),
             Operand("act_zero_point", _int32, lambda p: (), optional=True, number=activation_zero_point_numbers),
             *_WEIGHTS,
             _LINEAR_OUT,
@@ -251,6 +290,21 @@ OPS: dict[QuantizeKind, OpRow] = {
     QuantizeKind.WEIGHT_ONLY_LINEAR: OpRow(
         (Operand("activation", _float, _m_k), *_FLOAT_WEIGHTS, _LINEAR_OUT), category=OpCategory.GEMM
     ),
+    QuantizeKind.NORM: _fused(*_NORM, _SUM_OUT, _FLOATS_OUT),
+    QuantizeKind.NORM_QUANTIZE: _fused(*_NORM, _SCALE, _ZERO_POINT, _SUM_OUT, _INTEGERS_OUT),
+    QuantizeKind.NORM_DYNAMIC_QUANTIZE: _fused(
+        *_NORM, _SUM_OUT, _SCALE_OUT, _ZERO_POINT_OUT, _INTEGERS_OUT, dynamic=True
+    ),
+    QuantizeKind.GATED: _fused(*_GATED, _FLOATS_OUT),
+    QuantizeKind.GATED_QUANTIZE: _fused(*_GATED, _SCALE, _ZERO_POINT, _INTEGERS_OUT),
+    QuantizeKind.GATED_DYNAMIC_QUANTIZE: _fused(*_GATED, _SCALE_OUT, _ZERO_POINT_OUT, _INTEGERS_OUT, dynamic=True),
+}
+#: The same work with its result as floats.
+UNQUANTIZED: dict[QuantizeKind, QuantizeKind] = {
+    QuantizeKind.NORM_QUANTIZE: QuantizeKind.NORM,
+    QuantizeKind.NORM_DYNAMIC_QUANTIZE: QuantizeKind.NORM,
+    QuantizeKind.GATED_QUANTIZE: QuantizeKind.GATED,
+    QuantizeKind.GATED_DYNAMIC_QUANTIZE: QuantizeKind.GATED,
 }
 
 
@@ -260,6 +314,10 @@ def needed(p: Problem, operand: Operand) -> bool:
         return p.mode is DynamicRangeMode.ASYMMETRIC
     if operand.name == "weight_factor":
         return p.weight_group > 0
+    if operand.name in ("addend", "sum_out"):
+        return p.adds
+    if operand.name == "up":
+        return not p.halves
     return not operand.optional
 
 

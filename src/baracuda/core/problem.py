@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import cached_property
 from itertools import combinations
@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 import torch
 
 from .errors import InvalidProblem, Unsupported
-from .optable import OPS
+from .optable import OPS, UNQUANTIZED
 from .scope import PerTensor, PerToken, Scope, Shape, View, require_scope
 from .types import (
     FLOATS,
@@ -23,12 +23,17 @@ from .types import (
     DynamicRangeMode,
     Element,
     ElementKind,
+    NormStyle,
     OpCategory,
     QuantizeKind,
 )
 
 #: Sizes in bytes and bits, and a tile that reaches past the end, then fit 64-bit offsets.
 MAX_ELEMENTS = 2**58
+#: The operations that divide rows by their root mean square, or make them standard.
+NORMS = frozenset({QuantizeKind.NORM, QuantizeKind.NORM_QUANTIZE, QuantizeKind.NORM_DYNAMIC_QUANTIZE})
+#: The operations that multiply by what a nonlinearity makes of a gate.
+GATED = frozenset({QuantizeKind.GATED, QuantizeKind.GATED_QUANTIZE, QuantizeKind.GATED_DYNAMIC_QUANTIZE})
 #: The smallest group with an integer factor: the kernels decode this many elements at a time.
 MIN_WEIGHT_GROUP = 32
 
@@ -60,6 +65,13 @@ class Spec:
     nonlinearity: Activation = Activation.NONE
     #: How many elements of an s4 weight's row share one integer factor; 0 where a row has one scale alone.
     weight_group: int = 0
+    norm: NormStyle = NormStyle.LLAMA
+    #: What a norm adds to the mean of the squares.
+    eps: float = 0.0
+    #: A norm adds a tensor to its input first, and returns the sum too.
+    adds: bool = False
+    #: The gate and what it is multiplied with are the halves of one tensor's last axis.
+    halves: bool = False
 
     def __post_init__(self) -> None:
         """Exact types: 1.0 and True equal 1, so a cache would take one for the other."""
@@ -126,6 +138,7 @@ class Problem(Spec, _Work):
         self._require_sizes()
         self._require_range()
         self._require_weight_group()
+        self._require_rows()
         self.scope.view(self.shape)
         if OPS[self.op].dynamic:
             self._require_dynamic()
@@ -169,8 +182,10 @@ class Problem(Spec, _Work):
             _require_element("the weight", self.weight, kinds, remedy)
             return
         _require_element("the quantized tensor", self.quantized, INTEGERS, integers)
-        if self.nonlinearity is not Activation.NONE:
-            raise InvalidProblem(f"{self.op.value}: only linears have an activation, got {self.nonlinearity}")
+        if self.nonlinearity is not Activation.NONE and self.op not in GATED:
+            raise InvalidProblem(
+                f"{self.op.value}: only linears and gated products have an activation, got {self.nonlinearity}"
+            )
 
     def _require_range(self) -> None:
         kind, low, high = self.quantized, self.q_min, self.q_max
@@ -193,6 +208,27 @@ class Problem(Spec, _Work):
             raise InvalidProblem(
                 f"weight_group: expected a divisor of K = {self.shape[2]} that is at least {least}, got {size}"
             )
+
+    def _require_rows(self) -> None:
+        """What norms and gated products ask for beside: a last axis, one scale or one for each row, a lawful eps."""
+        row = OPS[self.op]
+        if row.category is not OpCategory.FUSED:
+            if self.halves or self.adds:
+                raise InvalidProblem(f"{self.op.value}: expected halves and adds to be False, got {self}")
+            if self.op is QuantizeKind.SMOOTHQUANT_LINEAR and not isinstance(self.scope, PerTensor | PerToken):
+                raise InvalidProblem(f"{self.op.value}: expected PerTensor() or PerToken(), got {self.scope}")
+            return
+        static = not row.dynamic and self.op in UNQUANTIZED
+        wanted = PerTensor() if static else PerToken()
+        if self.scope != wanted:
+            raise InvalidProblem(f"{self.op.value}: expected scope {wanted}, got {self.scope}")
+        if not self.shape:
+            raise InvalidProblem(f"{self.op.value}: expected a tensor with at least one axis, got a scalar")
+        if not 0 <= self.eps < float("inf"):
+            raise InvalidProblem(f"eps: expected a finite number of at least 0, got {self.eps}")
+        if (self.adds and self.op in GATED) or (self.halves and self.op not in GATED):
+            name = "adds" if self.op in GATED else "halves"
+            raise InvalidProblem(f"{self.op.value}: expected {name} to be False, got True")
 
     def _require_dynamic(self) -> None:
         if self.mode is DynamicRangeMode.SYMMETRIC and self.q_max <= 0:
@@ -259,6 +295,28 @@ def _require_element(what: str, kind: ElementKind, accepted: tuple[ElementKind, 
     if kind not in accepted:
         names = ", ".join(k.value for k in accepted)
         raise Unsupported(f"{what}: expected one of {names}, got {kind.value}; {remedy}")
+
+
+def floats_problem(p: Problem) -> Problem:
+    """A norm or a gated product with its result as floats."""
+    return replace(p, op=UNQUANTIZED.get(p.op, p.op), scope=PerToken())
+
+
+def quantization_problem(p: Problem) -> Problem:
+    """The quantization of what a norm or a gated product has made."""
+    return Problem(
+        QuantizeKind.DYNAMIC_QUANTIZE if OPS[p.op].dynamic else QuantizeKind.QUANTIZE,
+        p.shape,
+        p.element,
+        p.quantized,
+        p.q_min,
+        p.q_max,
+        p.scope,
+        p.mode,
+        p.arithmetic,
+        p.scale_element,
+        p.include_zero,
+    )
 
 
 def activation_problem(p: Problem) -> Problem:

@@ -18,6 +18,7 @@ __all__ = [
     "ElementKind",
     "KernelSku",
     "MathPrecision",
+    "NormStyle",
     "OpCategory",
     "PlanPreference",
     "PrecisionGuarantee",
@@ -137,10 +138,12 @@ class MathPrecision(_Member):
 
 
 class OpCategory(_Member):
-    """Elementwise and range operations, or the linears built on a matrix product."""
+    """Elementwise and range operations; the linears built on a matrix product; norms and gated products, which may
+    quantize what they make."""
 
     QUANTIZATION = "quantization"
     GEMM = "gemm"
+    FUSED = "fused"
 
 
 class QuantizeKind(_Member):
@@ -159,6 +162,12 @@ class QuantizeKind(_Member):
     QUANTIZED_LINEAR = "quantized_linear"
     SMOOTHQUANT_LINEAR = "smoothquant_linear"
     WEIGHT_ONLY_LINEAR = "weight_only_linear"
+    NORM = "norm"
+    NORM_QUANTIZE = "norm_quantize"
+    NORM_DYNAMIC_QUANTIZE = "norm_dynamic_quantize"
+    GATED = "gated"
+    GATED_QUANTIZE = "gated_quantize"
+    GATED_DYNAMIC_QUANTIZE = "gated_dynamic_quantize"
 
 
 class BackendKind(_Member):
@@ -183,6 +192,20 @@ class Activation(_Member):
     RELU = "relu"
     GELU = "gelu"
     SILU = "silu"
+
+
+class NormStyle(_Member):
+    """What a norm divides a row by, and where it rounds.
+
+    The first three divide by the root mean square. LLAMA rounds to the input's type before it multiplies by the weight;
+    GEMMA multiplies by 1 + weight and TORCH by the weight, both before the one rounding. LAYER subtracts the mean,
+    divides by the standard deviation, multiplies by the weight and rounds once.
+    """
+
+    LLAMA = "llama"
+    GEMMA = "gemma"
+    TORCH = "torch"
+    LAYER = "layer"
 
 
 class DynamicRangeMode(_Member):

@@ -94,11 +94,12 @@ class Operator:
         if len(self.returned) == 1:
             only: Tensor = computed[self.returned[0]]
             return only
-        # A symmetric zero point is not computed, but an operator always returns the same number of tensors.
+        # Zeros for a symmetric zero point, nothing for a sum without an addend: neither is computed, but an operator
+        # always returns the same number of tensors.
         return tuple(
             computed[i]
             if computed[i] is not None
-            else torch.zeros(operand.shape(plan.problem), dtype=torch.int32, device=like)
+            else torch.zeros(operand.shape(plan.problem), dtype=operand.elements(plan.problem)[0].dtype, device=like)
             for operand, i in zip(self.outputs, self.returned, strict=True)
         )
 
@@ -136,7 +137,16 @@ class Operator:
                 value for operand, value in zip(self.inputs, inputs, strict=True) if operand.name == "weight_q"
             )
             return whole[0], weight.shape[0], whole[1]
+        if spec.halves:
+            return halved(whole)
         return unpacked_shape(whole, spec.quantized, size) if self.op is QuantizeKind.DEQUANTIZE else whole
+
+
+def halved(shape: Shape) -> Shape:
+    """The shape of either half along the last axis."""
+    if not shape or shape[-1] % 2:
+        raise InvalidProblem(f"gate: expected two halves along the last axis, got shape {list(shape)}; pass up, too")
+    return (*shape[:-1], shape[-1] // 2)
 
 
 def unpacked_shape(shape: Shape, kind: ElementKind, size: int | None) -> Shape:

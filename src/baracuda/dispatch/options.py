@@ -9,7 +9,7 @@ from typing import ParamSpec
 import torch
 
 from ..core.problem import Spec, dynamic_range, stored_scale_element
-from ..core.scope import PerTensor, Scope
+from ..core.scope import PerTensor, PerToken, Scope
 from ..core.types import (
     Activation,
     ActivationName,
@@ -19,6 +19,7 @@ from ..core.types import (
     Element,
     ElementKind,
     ModeName,
+    NormStyle,
     member,
 )
 
@@ -115,6 +116,7 @@ def static_linear_spec(
     weight: Element,
     activation: Activation | ActivationName,
     weight_group: int = 0,
+    per_token: bool = False,
 ) -> Spec:
     """The spec of a linear whose activations are quantized already."""
     kind = ElementKind.of_tensor(x_q, "x_q")
@@ -124,9 +126,76 @@ def static_linear_spec(
         kind,
         kind.q_min,
         kind.q_max,
-        PerTensor(),  # torch.compile cannot trace an object that is a default
+        PerToken() if per_token else PerTensor(),  # torch.compile cannot trace an object that is a default
         mode=DynamicRangeMode.SYMMETRIC if symmetric else DynamicRangeMode.ASYMMETRIC,
         weight=weight,
         nonlinearity=member(Activation, activation, "activation"),
         weight_group=weight_group,
+    )
+
+
+@remembered
+def norm_spec(x: Element, style: NormStyle | str, eps: float, adds: bool) -> Spec:
+    """The spec of a norm."""
+    kind = ElementKind.S8  # of nothing
+    return Spec(
+        ElementKind.of_tensor(x, "x"),
+        kind,
+        kind.q_min,
+        kind.q_max,
+        PerToken(),
+        norm=member(NormStyle, style, "style"),
+        eps=eps,
+        adds=adds,
+    )
+
+
+@remembered
+def gated_spec(x: Element, activation: Activation | str, halves: bool) -> Spec:
+    """The spec of a product with what a nonlinearity makes of a gate."""
+    kind, nonlinearity = ElementKind.S8, member(Activation, activation, "activation")
+    return Spec(
+        ElementKind.of_tensor(x, "gate"),
+        kind,
+        kind.q_min,
+        kind.q_max,
+        PerToken(),
+        nonlinearity=nonlinearity,
+        halves=halves,
+    )
+
+
+@remembered
+def quantized_spec(
+    floats: Spec,
+    static: bool,
+    mode: DynamicRangeMode | str,
+    dtype: Element,
+    q_min: int | None,
+    q_max: int | None,
+    scale_dtype: Element | None,
+    include_zero: bool,
+    arithmetic: Arithmetic | str,
+) -> Spec:
+    """The spec of a norm or a gated product whose result is quantized, by a given scale or by each row's own."""
+    scope: Scope = PerTensor() if static else PerToken()
+    if static:
+        by = static_spec(floats.element, scope, dtype, q_min, q_max, arithmetic)
+    else:
+        by = dynamic_spec(floats.element, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
+    return Spec(
+        by.element,
+        by.quantized,
+        by.q_min,
+        by.q_max,
+        scope,
+        by.mode,
+        by.arithmetic,
+        by.scale_element,
+        by.include_zero,
+        nonlinearity=floats.nonlinearity,
+        norm=floats.norm,
+        eps=floats.eps,
+        adds=floats.adds,
+        halves=floats.halves,
     )

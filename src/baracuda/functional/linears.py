@@ -96,16 +96,20 @@ def smoothquant_linear(
 ) -> Tensor:
     """act((x_q @ W.T) * act_scale * weight_scale + bias) + residual as `dtype`, over x already quantized.
 
-    `act_zero_point` is that of x_q, which is subtracted before the product. `weight_element`, `weight_sum` and
-    `weight_factor` are those of `quantized_linear`.
+    `act_scale` is one scale, or one for each row: a tensor of x_q's shape without its last axis. `act_zero_point` is
+    that of x_q, which is subtracted before the product. `weight_element`, `weight_sum` and `weight_factor` are those of
+    `quantized_linear`.
     """
     x_q, weight_q = as_tensor(x_q, "x_q"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x_q, weight_q)
     symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
     weight = weight_q.dtype if weight_element is None else weight_element
     factor, group = _factors(weight_factor, shape)
-    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation, group)
-    qparams = segment_values((), act_scale, None if symmetric else act_zero_point)
+    per_token = isinstance(act_scale, Tensor) and act_scale.ndim > 0 and act_scale.shape == x_q.shape[:-1]
+    spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation, group, per_token)
+    _, zero_point = segment_values((), 1.0, None if symmetric else act_zero_point)
+    rows: Shape = (shape[0],) if per_token else ()
+    qparams = (act_scale.reshape(rows) if per_token else segment_value(rows, act_scale, "scale"), zero_point)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
     inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape), factor)
     return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, spec, inputs, out_shape, out)

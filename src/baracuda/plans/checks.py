@@ -141,6 +141,10 @@ class Checker:
         """A hint at the likely mistake, for operands whose shape follows from an option."""
         if expected.name in _OF_SEGMENTS:
             return f"; {list(expected.shape)} is for {self.problem.scope}: pass the scope that yours is for"
+        if expected.name in ("addend", "sum_out") and not self.problem.adds:
+            return "; leave it out, or say adds=True"
+        if expected.name == "up" and self.problem.halves:
+            return "; leave it out, or say halves=False"
         if expected.name == "weight_q":
             return f"; weights are [N, K], and these activations have K = {self.problem.shape[2]}"
         return ""

@@ -26,6 +26,18 @@ from .descriptors import (
     WeightOnlyLinearDescriptor,
 )
 from .plan import Plan
+from .produced import (
+    GatedArgs,
+    GatedDescriptor,
+    GatedDynamicQuantizeArgs,
+    GatedQuantizeArgs,
+    NormArgs,
+    NormDescriptor,
+    NormDynamicQuantizeArgs,
+    NormQuantizeArgs,
+    TokenLinearArgs,
+    TokenLinearDescriptor,
+)
 
 
 class QuantizePerTensorPlan(Plan[QuantizePerTensorDescriptor, QuantizeArgs]):
@@ -162,3 +174,45 @@ class WeightOnlyLinearPlan(Plan[WeightOnlyLinearDescriptor, WeightOnlyLinearArgs
     """y = act(x @ dequantize(W).T + bias) + residual: integer weights, float activations and sums."""
 
     op = QuantizeKind.WEIGHT_ONLY_LINEAR
+
+
+class TokenLinearPlan(Plan[TokenLinearDescriptor, TokenLinearArgs]):
+    """y = act((act_q @ W.T) * act_scale[m] * weight_scale[n] + bias) + residual: x quantized per token already."""
+
+    op = QuantizeKind.SMOOTHQUANT_LINEAR
+
+
+class NormPlan(Plan[NormDescriptor, NormArgs]):
+    """y = the norm of x, or of x + addend, row by row: RMSNorm in three styles, or LayerNorm."""
+
+    op = QuantizeKind.NORM
+
+
+class NormQuantizePlan(Plan[NormDescriptor, NormQuantizeArgs]):
+    """q = quantize(norm(x), scale, zero_point) in one pass."""
+
+    op = QuantizeKind.NORM_QUANTIZE
+
+
+class NormDynamicQuantizePlan(Plan[NormDescriptor, NormDynamicQuantizeArgs]):
+    """q = dynamic_quantize(norm(x)) per token, in one pass."""
+
+    op = QuantizeKind.NORM_DYNAMIC_QUANTIZE
+
+
+class GatedPlan(Plan[GatedDescriptor, GatedArgs]):
+    """y = act(gate) * up, such as silu(gate) * up."""
+
+    op = QuantizeKind.GATED
+
+
+class GatedQuantizePlan(Plan[GatedDescriptor, GatedQuantizeArgs]):
+    """q = quantize(act(gate) * up, scale, zero_point) in one pass."""
+
+    op = QuantizeKind.GATED_QUANTIZE
+
+
+class GatedDynamicQuantizePlan(Plan[GatedDescriptor, GatedDynamicQuantizeArgs]):
+    """q = dynamic_quantize(act(gate) * up) per token, in one pass."""
+
+    op = QuantizeKind.GATED_DYNAMIC_QUANTIZE

@@ -5,6 +5,7 @@
 from .declarations import *
 from .descriptors import *
 from .plan import Plan as Plan
+from .produced import *
 
 DequantizePerChannelArgs = QuantizeArgs
 DequantizePerChannelBackwardArgs = BackwardArgs
@@ -21,6 +22,10 @@ DequantizePerTokenBackwardDescriptor = DequantizePerTokenDescriptor
 FakeQuantizeArgs = QuantizeArgs
 FakeQuantizeBackwardArgs = BackwardArgs
 FakeQuantizeBackwardDescriptor = FakeQuantizeDescriptor
+GatedDynamicQuantizeDescriptor = GatedDescriptor
+GatedQuantizeDescriptor = GatedDescriptor
+NormDynamicQuantizeDescriptor = NormDescriptor
+NormQuantizeDescriptor = NormDescriptor
 QuantizePerChannelArgs = QuantizeArgs
 QuantizePerChannelBackwardArgs = BackwardArgs
 QuantizePerChannelBackwardDescriptor = QuantizePerChannelDescriptor

@@ -9,7 +9,7 @@ import torch
 from learned import FULL_BLOCKS, assert_alike, problems, run
 
 from baracuda import BackendKind, PerChannel, PerTensor, Scope
-from baracuda.backends.reference import segment_sums
+from baracuda.backends.formulas import segment_sums
 from baracuda.core.problem import Problem
 from baracuda.core.scope import View
 from cases import LARGE_LAYOUTS, LAYOUTS

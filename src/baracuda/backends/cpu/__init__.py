@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ...core.problem import Problem
+from ...core.problem import GATED, NORMS, Problem
 from ...core.types import BackendKind, QuantizeKind
 from ..registry import Kernel, Launch
 
@@ -62,6 +62,12 @@ def _weight_only_workspace(problem: Problem, device: torch.device) -> int:
     return weight_only.native_linear(problem).workspace()
 
 
+def _bind_producer(problem: Problem, device: torch.device) -> Launch:
+    from . import producers
+
+    return producers.bind(problem)
+
+
 _ELEMENTWISE = frozenset(
     {
         QuantizeKind.QUANTIZE,
@@ -106,6 +112,15 @@ KERNELS = (
         declines=_declines,
         bind=_bind_weight_only,
         workspace=_weight_only_workspace,
+        arch=_arch,
+        strides="rows",
+    ),
+    Kernel(
+        name="producer",
+        backend=BackendKind.CPU,
+        ops=NORMS | GATED,
+        declines=_declines,
+        bind=_bind_producer,
         arch=_arch,
         strides="rows",
     ),

@@ -92,8 +92,8 @@ def _bind_forward(p: Problem) -> Launch:
         x, scale, zero_point, out = cast("tuple[Tensor, Value, Value, Tensor]", operands)
         threads = 1 if small else torch.get_num_threads()
         x_pitch = DENSE if x.is_contiguous() else pitch(x)
-        s, code, s_pitch, number = _scale(scale)
-        z, z_pitch, integer = _zero_point(zero_point)
+        s, code, s_pitch, number = given_scale(scale)
+        z, z_pitch, integer = given_zero_point(zero_point)
         run(
             x.data_ptr(), x_pitch, 0, DENSE, s, code, s_pitch, number, z, z_pitch, integer, out.data_ptr(), threads
         )  # fmt: skip
@@ -107,8 +107,8 @@ def _bind_backward(p: Problem) -> Launch:
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         x, dy, scale, zero_point, dx = cast("tuple[Tensor | None, Tensor, Value, Value, Tensor]", operands)
         address, x_pitch = (0, DENSE) if x is None else (x.data_ptr(), pitch(x))
-        s, code, s_pitch, number = _scale(scale)
-        z, z_pitch, integer = _zero_point(zero_point)
+        s, code, s_pitch, number = given_scale(scale)
+        z, z_pitch, integer = given_zero_point(zero_point)
         run(
             address, x_pitch, dy.data_ptr(), pitch(dy), s, code, s_pitch, number, z, z_pitch, integer, dx.data_ptr(),
             threads_for(numel),
@@ -123,8 +123,8 @@ def _bind_learned(p: Problem) -> Launch:
 
     def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         x, dy = cast("tuple[Tensor, Tensor]", operands[:2])
-        s, code, s_pitch, number = _scale(operands[2])
-        z, z_pitch, integer = _zero_point(operands[3])
+        s, code, s_pitch, number = given_scale(operands[2])
+        z, z_pitch, integer = given_zero_point(operands[3])
         dx, grad_scale, grad_zero_point = cast("tuple[Tensor, Tensor, Tensor]", operands[4:])
         run(
             x.data_ptr(), pitch(x), dy.data_ptr(), pitch(dy), s, code, s_pitch, number, z, z_pitch, integer,
@@ -154,13 +154,13 @@ def _bind_dynamic(p: Problem) -> Launch:
     return launch
 
 
-def _scale(scale: Value) -> tuple[int, int, int, float]:
+def given_scale(scale: Value) -> tuple[int, int, int, float]:
     if isinstance(scale, Tensor):
         return scale.data_ptr(), DTYPES[scale.dtype], pitch(scale), 1.0
     return 0, F32, DENSE, float(cast(float, scale))
 
 
-def _zero_point(zero_point: Value) -> tuple[int, int, int]:
+def given_zero_point(zero_point: Value) -> tuple[int, int, int]:
     if isinstance(zero_point, Tensor):
         return zero_point.data_ptr(), pitch(zero_point), 0
     return 0, DENSE, 0 if zero_point is None else int(zero_point)

@@ -122,7 +122,12 @@ class Bound:
         act, weight, kind = cast(Tensor, act_q), cast(Tensor, weight), self.p.quantized
         zero_point = int(act_zero_point) if act_zero_point is not None else 0
         zero_point = min(max(zero_point, kind.q_min), kind.q_max)
-        scales = (0, F32, float(cast(float, act_scale)), 0, zero_point, *_others(weight_scale, bias, residual))
+        scale: tuple[int, int, float] = (0, F32, 1.0)
+        if isinstance(act_scale, Tensor) and act_scale.ndim:
+            scale = act_scale.data_ptr(), DTYPES[act_scale.dtype], 1.0
+        else:
+            scale = 0, F32, float(cast(float, act_scale))
+        scales = (*scale, 0, zero_point, *_others(weight_scale, bias, residual))
         if self.layout.library and not _overlaps(act) and not _overlaps(weight):
             self._multiply(act, scales, weight, weight_sum, factor, out, cast(Tensor, workspace))
             return

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.problem import Problem
+from ...core.problem import GATED, NORMS, Problem
 from ...core.types import BackendKind, QuantizeKind
 from ..registry import Kernel
 from .devices import arch, declines
@@ -68,6 +68,15 @@ KERNELS: tuple[Kernel, ...] = (
         workspace=_later("learned.launch", "workspace"),
         arch=arch,
         spares=lambda problem, device: ("grad_zero_point",),
+    ),
+    Kernel(
+        name="producer",
+        backend=BackendKind.TRITON,
+        ops=NORMS | GATED,
+        declines=declines,
+        bind=_later("producers.launch", "producer"),
+        workspace=_later("producers.launch", "workspace"),
+        arch=arch,
     ),
     Kernel(
         name="hopper",

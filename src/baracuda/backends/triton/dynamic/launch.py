@@ -100,7 +100,7 @@ def _two_stages(problem: Problem, config: tune.Config, device: torch.device, sou
 
 def whole_step(problem: Problem, config: tune.Config, device: torch.device) -> Step:
     """The kernel that holds or re-reads whole segments."""
-    view, tile, pairs = problem.view, config.tile, _packed(problem)
+    view, tile = problem.view, config.tile
     across = tile.parts * tile.columns
     sizes: dict[str, Any] = {"lines": view.rows, "width": view.run}
     if config.schedule is Schedule.BLOCKS:
@@ -114,13 +114,19 @@ def whole_step(problem: Problem, config: tune.Config, device: torch.device) -> S
     else:
         kernel, programs = kernels.long_rows, view.rows
         even = view.run % across == 0
+    spec = dynamic_rule(problem, tile)
+    constants = {"SCAN": Scan(tile, mask(even), wide(problem)), "SPEC": spec}
+    unaligned = {"SPEC": spec._replace(storage=spec.storage.one_by_one())}
+    return tiled(kernel, programs, sizes, constants, tile, problem, device, unaligned=unaligned)
+
+
+def dynamic_rule(problem: Problem, tile: Tile) -> Dynamic:
+    """How a kernel that holds whole segments quantizes them."""
+    pairs = _packed(problem)
     # Bytes with no zero point to add are as fast one by one.
     alone = problem.mode is DynamicRangeMode.SYMMETRIC and not pairs
     storage = Storage(pairs, 1 if alone else together(problem, tile, bool(pairs)))
-    spec = Dynamic(_range(problem), quantizer(problem), storage, _bounds(problem))
-    constants = {"SCAN": Scan(tile, mask(even), wide(problem)), "SPEC": spec}
-    unaligned = {"SPEC": spec._replace(storage=storage.one_by_one())}
-    return tiled(kernel, programs, sizes, constants, tile, problem, device, unaligned=unaligned)
+    return Dynamic(_range(problem), quantizer(problem), storage, _bounds(problem))
 
 
 def partial_step(problem: Problem, config: tune.Config, device: torch.device) -> Step:

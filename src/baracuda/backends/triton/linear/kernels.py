@@ -65,6 +65,8 @@ class Matmul(NamedTuple):
     q_max: int
     #: How much of the stored weight is summed in int32 before it is added in int64; 0: all of it.
     chunk: int
+    #: Every row has a zero point of its own.
+    zero_points: bool = False
 
 
 @triton.jit
@@ -94,7 +96,7 @@ def finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE: tl.constexpr):
     F64: tl.constexpr = EPILOGUE.f64
     NONLINEARITY: tl.constexpr = EPILOGUE.nonlinearity
     y = to_float(acc, F64)
-    if EPILOGUE.per_token:
+    if EPILOGUE.per_token and terms.scale.dtype.is_ptr():
         y = y * load_scale(terms.scale, rows, rows < M, F64)[:, None]
     else:
         y = y * load_scale(terms.scale, 0, None, F64)
@@ -119,7 +121,7 @@ def centred(acc, rows, M, zero_point_ptr, sums, SPEC: tl.constexpr):
         zero = tl.full((1,), 0, tl.int32)
     elif not zero_point_ptr.dtype.is_ptr():
         zero = tl.full((1,), 0, tl.int32) + zero_point_ptr
-    elif SPEC.epilogue.per_token:
+    elif SPEC.zero_points:
         zero = tl.load(zero_point_ptr + rows, mask=rows < M, other=0)
     else:
         zero = tl.full((1,), 0, tl.int32) + clamp(tl.load(zero_point_ptr), SPEC.q_min, SPEC.q_max)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....core.problem import Problem, activation_problem
+from ....core.scope import PerToken
 from ....core.types import DynamicRangeMode, ElementKind, QuantizeKind
 from ...registry import Launch, Value
 from ..dynamic import launch as quantization
@@ -86,7 +87,8 @@ def by_zero_point(zero_point: Source, without: Launch, with_it: Launch) -> Launc
 
 
 def epilogue(p: Problem) -> Epilogue:
-    return Epilogue(p.op is QuantizeKind.QUANTIZED_LINEAR, p.nonlinearity.value, p.element is ElementKind.F64)
+    per_token = p.op is QuantizeKind.QUANTIZED_LINEAR or isinstance(p.scope, PerToken)
+    return Epilogue(per_token, p.nonlinearity.value, p.element is ElementKind.F64)
 
 
 # -- the portable kernel -----------------------------------------------------------------------------------------
@@ -117,7 +119,9 @@ def portable_gemm(p: Problem, device: torch.device, f: GemmSources) -> Launch:
     centred = bool(shift) or p.mode is DynamicRangeMode.ASYMMETRIC
     chunk = _chunk(p.accumulator_limit, p, tile.k)
     stored, group = p.weight.is_packed, p.weight_group
-    spec = Matmul(epilogue(p), tile, centred, shift, stored, group, p.quantized.q_min, p.quantized.q_max, chunk)
+    dynamic = p.op is QuantizeKind.QUANTIZED_LINEAR
+    low, high = p.quantized.q_min, p.quantized.q_max
+    spec = Matmul(epilogue(p), tile, centred, shift, stored, group, low, high, chunk, zero_points=dynamic)
     programs = -(-m // tile.m) * -(-n // tile.n)
 
     def bound(zero_point: Source, spec: Matmul) -> Launch:
