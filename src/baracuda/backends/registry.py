@@ -39,7 +39,7 @@ Strides = Literal["any", "rows", "contiguous"]
 
 
 def contract(problem: Problem) -> PrecisionGuarantee:
-    """What every kernel guarantees: one that cannot keep the numerical contract declines."""
+    """What a kernel guarantees unless it says otherwise: one that cannot keep the numerical contract declines."""
     precision = MathPrecision.F64 if problem.element is ElementKind.F64 else MathPrecision.F32
     if problem.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
         return PrecisionGuarantee(
@@ -90,6 +90,8 @@ class Kernel:
     #: The instruction set or architecture it runs on, for `plan.sku()`.
     arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
     epilogue: Callable[[Problem, torch.device], str | None] = _epilogue
+    #: What it promises about its bits.
+    guarantee: Callable[[Problem], PrecisionGuarantee] = contract
     strides: Strides = "contiguous"
     #: Whether f32 values that are its last output may be stored as a 16-bit float instead.
     narrows: bool = False
@@ -107,7 +109,7 @@ class Kernel:
             arch=self.arch(device),
             backend=self.backend,
             kernel=self.name,
-            precision_guarantee=contract(problem),
+            precision_guarantee=self.guarantee(problem),
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..backends.registry import Value, choose, contract
+from ..backends.registry import Value, choose
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
 from ..core.memory import LARGE, on_huge_pages
 from ..core.notebook import html_table
@@ -101,7 +101,7 @@ class SelectedPlan:
 
     def precision_guarantee(self) -> PrecisionGuarantee:
         """What the plan promises about the bits of its result."""
-        return contract(self.problem)
+        return self.kernel.guarantee(self.problem)
 
     def launch(self, operands: tuple[Value, ...], workspace: Tensor | None = None) -> None:
         """Check and run, with the operands in the order of the op's row."""

@@ -46,6 +46,8 @@ class Epilogue(NamedTuple):
     nonlinearity: str
     #: The math type is f64, not f32.
     f64: bool = False
+    #: The sums are multiplied by scales.
+    scaled: bool = True
 
 
 class Matmul(NamedTuple):
@@ -96,14 +98,15 @@ def finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE: tl.constexpr):
     F64: tl.constexpr = EPILOGUE.f64
     NONLINEARITY: tl.constexpr = EPILOGUE.nonlinearity
     y = to_float(acc, F64)
-    if EPILOGUE.per_token and terms.scale.dtype.is_ptr():
-        y = y * load_scale(terms.scale, rows, rows < M, F64)[:, None]
-    else:
-        y = y * load_scale(terms.scale, 0, None, F64)
-    if terms.weight_scale.dtype.is_ptr():
-        y = y * load_scale(terms.weight_scale, columns, columns < N, F64)[None, :]
-    else:
-        y = y * load_scale(terms.weight_scale, 0, None, F64)
+    if EPILOGUE.scaled:
+        if EPILOGUE.per_token and terms.scale.dtype.is_ptr():
+            y = y * load_scale(terms.scale, rows, rows < M, F64)[:, None]
+        else:
+            y = y * load_scale(terms.scale, 0, None, F64)
+        if terms.weight_scale.dtype.is_ptr():
+            y = y * load_scale(terms.weight_scale, columns, columns < N, F64)[None, :]
+        else:
+            y = y * load_scale(terms.weight_scale, 0, None, F64)
     if terms.bias is not None:
         y = y + load_scale(terms.bias, columns, columns < N, F64)[None, :]
     y = nonlinear(y, NONLINEARITY, F64)

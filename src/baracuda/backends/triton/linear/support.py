@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ....core.errors import Unsupported
 from ....core.optable import epilogue_formula
 from ....core.problem import Problem, activation_problem
-from ....core.types import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
-from ...registry import choose
+from ....core.types import (
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    PlanPreference,
+    PrecisionGuarantee,
+    QuantizeKind,
+)
+from ...registry import choose, contract
 from .. import devices
 from ..tune import processors_of
 from . import tune
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
+WEIGHT_ONLY = frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR})
 
 
 def declines(p: Problem, device: torch.device) -> str | None:
@@ -65,6 +75,40 @@ def _packed_declines(p: Problem) -> str | None:
     return None
 
 
+def weight_only_declines(p: Problem, device: torch.device) -> str | None:
+    """Why the portable weight-only kernel does not take a problem."""
+    if p.element is ElementKind.F64:
+        return "sums in f32, got f64"
+    return devices.declines(p, device)
+
+
+def weight_only_hopper_declines(p: Problem, device: torch.device) -> str | None:
+    """Why the sm_90 weight-only kernel does not take a problem."""
+    if (reason := weight_only_declines(p, device)) is not None:
+        return reason
+    m, n, k = p.shape
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "uses instructions of sm_90 alone"
+    if p.element.bits != 16:
+        return f"multiplies 16-bit floats; {p.element.value} goes through the portable kernel"
+    stored, each = (k // 2, 32) if p.weight.is_packed else (k, 16)
+    if not (m and n and k) or k % each or n % 8:
+        return f"the copy engine needs rows of a multiple of 16 bytes, got {stored} bytes of K and N = {n}"
+    if p.weight_group % each:
+        return f"decodes {each} weights at a time: groups of {p.weight_group} go through the portable kernel"
+    if n * (k // p.weight_group if p.weight_group else 1) >= 2**31:
+        return f"has 32-bit offsets of scales, got N = {n} and K = {k}"
+    return None
+
+
+def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
+    """The contract's, and where the weight is rounded to 16 bits that rounding on top: half a unit in the last place of
+    each product."""
+    made = contract(p)
+    rounding = torch.finfo(p.element.dtype).eps / 2 if p.element.bits == 16 else 0.0
+    return replace(made, relative_error=made.relative_error + rounding * (1 + made.relative_error))
+
+
 def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
     """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
     m, n, k = p.shape
@@ -77,17 +121,27 @@ def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
 
 
 def describe_matmul(p: Problem, device: torch.device) -> str:
-    return f"{epilogue_formula(p)}; {tune.portable(p.shape[0])}"
+    return f"{epilogue_formula(p)}; {tune.portable(p.shape[0]).schedule}"
 
 
 def describe_hopper(p: Problem, device: torch.device) -> str:
     m, n, k = p.shape
     few = few_tile(p, device)
     if few is not None:
-        schedule = str(few)
+        schedule = few.schedule
     elif p.weight.is_packed:
-        schedule = str(tune.packed(m, n, p.element.dtype.itemsize))
+        schedule = tune.packed(m, n, p.element.dtype.itemsize).schedule
     else:
         cut = p.mode is DynamicRangeMode.SYMMETRIC
-        schedule = str(tune.pingpong(m, n, k, p.element.dtype.itemsize, processors_of(device), cut))
+        schedule = tune.pingpong(m, n, k, p.element.dtype.itemsize, processors_of(device), cut).schedule
     return f"{epilogue_formula(p)}; {schedule}; matmul where an address is not a multiple of 16"
+
+
+def describe_weight_only(p: Problem, device: torch.device) -> str:
+    return f"{epilogue_formula(p)}; {tune.WEIGHT_ONLY.schedule}"
+
+
+def describe_weight_only_hopper(p: Problem, device: torch.device) -> str:
+    m, n, _ = p.shape
+    tile = tune.weight_only(m, n, p.weight.is_packed, p.element.dtype.itemsize, processors_of(device))
+    return f"{epilogue_formula(p)}; {tile.schedule}; weight_only where an address is not a multiple of 16"

@@ -4,6 +4,7 @@ A pingpong schedule, two warpgroups that take turns, hides the epilogue of one b
 fastest at all measured shapes. A larger tile for both at once reads less from L2, yet was slower, at long K as well.
 """
 
+# Triton finds compiled kernels by the text of their constants: str() of a tile must name every field.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
@@ -37,7 +38,8 @@ class Pingpong:
     #: Tiles that do not fill a round of all programs are cut along K into this many parts, added up afterwards.
     tail: int = 1
 
-    def __str__(self) -> str:
+    @property
+    def schedule(self) -> str:
         order = f"groups of {self.group} {'rows' if self.across else 'columns'}"
         tail = f", the last tiles in {self.tail} parts" if self.tail > 1 else ""
         return f"{self.m}x{self.n}x{self.k} pingpong, {self.stages} stages, {order}{tail}"
@@ -94,7 +96,8 @@ class Few:
     #: Steps that are fetched into L2 while the previous kernel still runs.
     ahead: int = 8
 
-    def __str__(self) -> str:
+    @property
+    def schedule(self) -> str:
         folds = f", K in {self.fold}" if self.fold > 1 else ""
         return f"{self.rows} rows x {self.tokens} tokens x {self.k} bytes, {self.stages} stages{folds}"
 
@@ -147,8 +150,8 @@ def few_takes_groups(tile: Few, group: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A tile of `m` tokens by `n` rows of a packed weight, rows in steps of `k` bytes; the ring of what is multiplied
-    and the ring of packed bytes. Kernels read it as a constant."""
+    """A tile of `m` tokens by `n` rows of a stored weight, rows in steps of `k` bytes; the ring of what is multiplied
+    and the ring of stored bytes. Kernels read it as a constant."""
 
     m: int
     n: int
@@ -159,15 +162,41 @@ class Packed:
     piece: int
     #: Warps that decode.
     decoders: int = 4
+    #: Warpgroups that multiply.
+    consumers: int = 2
+    #: Programs that share a multiprocessor.
+    programs: int = 1
+    #: The most tokens of one instruction.
+    instruction: int = 128
     #: Columns of tiles, or rows where they are few, that are walked together.
     group: int = 8
     across: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.m}x{self.n}x{2 * self.k} behind {self.decoders} decoding warps, {self.stages} stages"
+    @property
+    def schedule(self) -> str:
+        steps = f"rows in steps of {self.k} bytes"
+        return f"{self.m}x{self.n}, {steps}, behind {self.decoders} decoding warps, {self.stages} stages"
 
     def tiles(self, m: int, n: int) -> int:
         return -(-m // self.m) * -(-n // self.n)
+
+    @property
+    def thread_registers(self) -> int:
+        """Of a thread when the program starts."""
+        threads = 128 * (self.consumers + 1) + 32 * self.decoders
+        return 65536 // self.programs // threads // 8 * 8
+
+    @property
+    def registers(self) -> list[int]:
+        """Of a thread that multiplies (in the second warpgroup), that decodes, and that feeds: the first has the rest.
+
+        A thread that multiplies holds 64 * m / 128 sums.
+        """
+        threads = 128 * (self.consumers + 1) + 32 * self.decoders
+        consumer = max(72, self.m // 2 + (64 if self.decoders == 4 else 40))
+        rest = self.thread_registers * threads - 128 * (24 + self.consumers * consumer)
+        decoder = min(rest // (32 * self.decoders) // 8 * 8, 152)
+        return [*[consumer] * (self.consumers - 1), decoder, 24]
 
 
 def packed(m: int, n: int, out_bytes: int) -> Packed:
@@ -180,6 +209,16 @@ def packed(m: int, n: int, out_bytes: int) -> Packed:
     return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16, decoders=8 if m >= 1024 else 4)
 
 
+def weight_only(m: int, n: int, packed: bool, bytes_each: int, processors: int) -> Packed:
+    """The schedule of a weight-only linear."""
+    if m <= 64:
+        tokens = max(8, power_of_two(m))
+        return Packed(tokens, 64, 128 if packed else 64, 2, 3, tokens, 8, 1, 2)
+    if m <= 128:
+        return Packed(128, 128, 32, 4, 4, 32)
+    return Packed(256, 128, 32, 4, 4, 32)
+
+
 @dataclass(frozen=True, slots=True)
 class Portable:
     """A tile of the portable kernel. Kernels read it as a constant."""
@@ -190,7 +229,8 @@ class Portable:
     warps: int
     stages: int
 
-    def __str__(self) -> str:
+    @property
+    def schedule(self) -> str:
         return f"{self.m}x{self.n}x{self.k}, {self.stages} stages"
 
 
@@ -202,3 +242,7 @@ def portable(m: int) -> Portable:
     if m <= 64:
         return Portable(64, 64, 128, 4, 4)
     return Portable(128, 128, 64, 8, 3)
+
+
+#: The tile of the portable weight-only linear: one for every number of tokens, which keeps the order of its sums.
+WEIGHT_ONLY = Portable(64, 64, 64, 4, 3)

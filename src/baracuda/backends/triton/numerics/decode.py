@@ -1,12 +1,15 @@
-"""Packed weights to s8 in registers: four at a time, as bytes of a word.
+"""Stored weights to s8 or 16-bit floats in registers: four bytes at a time, as a word.
 
-A byte holds the weights of two neighbours along K, the even one in its low half, both in two's complement. A decoded
+A packed byte holds the weights of two neighbours along K, the even one in its low half, both in two's complement. A decoded
 weight is its value times a factor of 1 to 15, which fits s8, or without factors 16 times its value, which takes fewer
 instructions and is undone exactly in the sum.
 """
 
+# A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
+# ruff: noqa: RET505
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -14,6 +17,7 @@ from ....core import types
 
 #: The low bits of a stored factor count.
 MAX_FACTOR = gl.constexpr(types.MAX_FACTOR)
+MAX_ZERO_POINT = gl.constexpr(types.MAX_ZERO_POINT)
 #: q becomes q + 8 in 0..15, times f; 0x80 - 8 f on top makes that f * q + 0x80, and the last bit flip f * q. No byte
 #: carries into the next.
 _TIMES_FACTOR = gl.constexpr(
@@ -66,3 +70,101 @@ def even_and_odd(pairs):
         "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=r,=r,r,r", [pairs], dtype=(gl.int8, gl.int8),
         is_pure=True, pack=4,
     )  # fmt: skip
+
+
+# -- to 16-bit floats ---------------------------------------------------------------------------------------------
+# (q - zero_point) * scale as `dequantize` computes it: a product in f32 that is rounded to 16 bits. Bits of an integer
+# below those of a power of two are the sum of both as a float; the subtraction that leaves the integer is exact.
+
+
+@triton.constexpr_function
+def name_of(dtype: gl.dtype) -> str:
+    return "bf16" if dtype.name == "bf16" else "f16"
+
+
+@triton.constexpr_function
+def nibbles_asm(kind: str, signed: bool) -> str:
+    """$0 to $3 = the pairs of the bytes of $4 times the two halves of $5: products of integers of 5 bits and 16-bit
+    floats, which one rounding to 16 bits makes what f32 and a second rounding make."""
+    one, eight = (0x43004300, 0x00080008) if kind == "bf16" else (0x64006400, 0x00080008)
+    flip, less = (0x08080808, one + eight) if signed else (0, one)
+    text = [
+        "{ .reg .b32 e, o, r, c;",
+        f"mov.b32 c, {less:#x};",
+        f"lop3.b32 e, $4, {flip:#x}, 0x0F0F0F0F, 0x28; shr.u32 o, $4, 4; lop3.b32 o, o, {flip:#x}, 0x0F0F0F0F, 0x28;",
+    ]
+    for j in range(4):
+        pick = 0x4400 + 0x1111 * j
+        text.append(f"prmt.b32 r, e, o, {pick:#x}; lop3.b32 r, r, 0x000F000F, {one:#x}, 0xEA;")
+        text.append(f"sub.rn.{kind}x2 r, r, c; mul.rn.{kind}x2 ${j}, r, $5;")
+    return " ".join([*text, "}"])
+
+
+@triton.constexpr_function
+def exact_asm(kind: str, packed: bool, signed: bool) -> str:
+    """The weights of a word times the f32 `s`, less the f32 `c`, which has the power of two in it."""
+    words = 4 if packed else 2
+    source, s, c = words, words + 1, words + 5
+    flip = (0x88888888 if packed else 0x80808080) if signed else 0
+    text = [
+        "{ .reg .b32 e, t; .reg .f32 a, b, s, c;",
+        f"mov.b32 s, ${s}; mov.b32 c, ${c}; xor.b32 e, ${source}, {flip:#x};",
+    ]
+    for j in range(words):
+        for i, name in ((2 * j, "a"), (2 * j + 1, "b")):
+            if packed:
+                text.append(f"shr.u32 t, e, {4 * i}; lop3.b32 t, t, 0xF, 0x4B000000, 0xEA;")
+            else:
+                text.append(f"prmt.b32 t, e, 0x4B000000, {0x7440 + i:#x};")
+            text.append(f"mov.b32 {name}, t; sub.rn.f32 {name}, {name}, c; mul.rn.f32 {name}, {name}, s;")
+        text.append(f"cvt.rn.{kind}x2.f32 ${j}, b, a;")
+    return " ".join([*text, "}"])
+
+
+@gluon.jit
+def bits_of_scale(scale, PAIR: gl.constexpr):
+    """A scale as a word: of f32, or twice those of a 16-bit float."""
+    if PAIR:
+        return (scale.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF) * 0x10001
+    else:
+        return scale.to(gl.float32).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def shift_of(zero_point, PACKED: gl.constexpr, SIGNED: gl.constexpr):
+    """The bits of what is subtracted from 2**23 plus the stored, unsigned value."""
+    HALF: gl.constexpr = (8 if PACKED else 128) if SIGNED else 0
+    zero_point = gl.minimum(gl.maximum(zero_point, -MAX_ZERO_POINT), MAX_ZERO_POINT)
+    return (zero_point + (8388608 + HALF)).to(gl.float32).to(gl.int32, bitcast=True)
+
+
+@gluon.jit
+def decode_nibbles(packed, scale, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
+    """The two weights of each byte times a scale of their own type, as the halves of an int32."""
+    ASM: gl.constexpr = nibbles_asm(name_of(DTYPE), SIGNED)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,r,r,r,r,r", [packed, scale], dtype=gl.int32, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def decode_nibbles_exactly(packed, scale, shift, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
+    """The two weights of each byte, less a `shift_of` and times a scale in f32, as the halves of an int32."""
+    ASM: gl.constexpr = exact_asm(name_of(DTYPE), True, SIGNED)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [packed, scale, shift], dtype=gl.int32, is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def decode_bytes(stored, scale, shift, DTYPE: gl.constexpr):
+    """s8 weights, less a `shift_of` and times a scale in f32."""
+    ASM: gl.constexpr = exact_asm(name_of(DTYPE), False, True)
+    if DTYPE == gl.bfloat16:  # Triton 3.6 takes no constexpr for a type
+        return gl.inline_asm_elementwise(
+            ASM, "=r,=r,r,r,r,r,r,r,r,r,r", [stored, scale, shift], dtype=gl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        return gl.inline_asm_elementwise(
+            ASM, "=r,=r,r,r,r,r,r,r,r,r,r", [stored, scale, shift], dtype=gl.float16, is_pure=True, pack=4
+        )

@@ -27,7 +27,8 @@ _ELEMENTS = {
     torch.int16: (gl.int16, "i16"),
 }
 
-#: The arguments of both GEMMs in the order of `GemmSources`, and the workspace for the sums of K's parts.
+#: The arguments of the GEMMs in the order of `GemmSources`, and one more: the workspace for the sums of K's parts, or
+#: the zero points of groups.
 X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, RESIDUAL, OUTPUT, FACTOR, PARTS = range(11)
 #: Those that TMA reads and writes, or threads do in vectors.
 VECTORS = (X, WEIGHT, RESIDUAL, OUTPUT)
@@ -96,9 +97,11 @@ def source_of(
     return GluonASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constants, attributes)
 
 
-def compiled(source: GluonASTSource, warps: int, pdl: bool = False) -> Any:
+def compiled(source: GluonASTSource, warps: int, pdl: bool = False, registers: int = 0) -> Any:
+    """`registers` limits those of a thread on average, so that several programs fit a multiprocessor; 0: no limit."""
     target = triton.runtime.driver.active.get_current_target()
     options = {"enable_fp_fusion": False, "num_warps": warps, "launch_pdl": pdl}
+    options |= {"maxnreg": registers} if registers else {}
     return triton.compile(source, target=target, options=options)
 
 

@@ -33,7 +33,7 @@ class TermKinds(NamedTuple):
     A kind is "number", "scalar" (a tensor of one), "vector" (one for each row or column) or "none".
     """
 
-    #: Or "given": the kernel has worked the scales out and holds them.
+    #: Or "given": the kernel has worked the scales out and holds them. "none": the sums are not scaled.
     scale: str
     weight_scale: str
     zero_point: str
@@ -88,7 +88,9 @@ def scaled(acc, row, column, M, N, scales, terms, KINDS: gl.constexpr):
         else:
             acc -= terms.zero_point * weight_sum
     scale, weight_scale = scales
-    y = (to_float(acc, False) * scale) * weight_scale
+    y = to_float(acc, False)
+    if KINDS.scale != "none":
+        y = (y * scale) * weight_scale
     if KINDS.bias:
         y = y + by_column(to_float(gl.load(terms.bias_ptr + column, column < N, other=0), False), KINDS)
     return y

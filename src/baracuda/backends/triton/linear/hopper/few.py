@@ -44,6 +44,8 @@ class Form(NamedTuple):
     early: str
     #: Factors that are read together, those of a step; 1: one by one.
     factors: int = 1
+    #: The weight is decoded to the activations' float type, with scales (`floats.FloatForm`).
+    floats: bool = False
 
 
 class Work(NamedTuple):

@@ -27,6 +27,7 @@ from ..launch import (
     quantized_first,
 )
 from ..support import few_tile
+from ..weight_only_launch import portable
 from .binding import (
     OUTPUT,
     PARTS,
@@ -43,7 +44,7 @@ from .binding import (
 from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
 from .gemm import gemm
-from .packed_launch import many_packed
+from .packed_launch import many_packed, weight_only
 
 
 def gemm_source(tile: tune.Pingpong, out: torch.dtype, forms: HopperTerms, kinds: TermKinds) -> GluonASTSource:
@@ -86,6 +87,11 @@ def hopper(p: Problem, device: torch.device) -> Launch:
     sources = gemm_sources(p, layout)
     gemm = _gemm(p, device, sources, layout, portable_gemm(p, device, sources))
     return quantized_first(p, device, layout, gemm)
+
+
+def hopper_weight_only(p: Problem, device: torch.device) -> Launch:
+    """A weight-only linear on sm_90; operands that TMA cannot address go to the portable kernel."""
+    return weight_only(p, device, portable(p, device))
 
 
 def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, portable: Launch) -> Launch:

@@ -1,13 +1,11 @@
-"""The GEMM with a packed weight for many tokens: decoding warps between TMA and the tensor cores.
+"""GEMMs with decoding warps between TMA and the tensor cores; here for a packed weight and quantized activations.
 
-TMA brings packed bytes to one ring. Four warps decode them to s8, in the order of K, into the stages of another, whose
-activations TMA brings directly. Two warpgroups multiply, each with its half of the tile's rows of the weight. A tile is
-out.T: the weight is the left operand. The constant TILE is the `tune.Packed` of a problem.
+TMA brings stored bytes to one ring. Some warps decode them, in the order of K, into the stages of another, whose
+activations TMA brings directly. One or two warpgroups multiply, each with its share of the tile's rows of the weight. A
+tile is out.T: the weight is the left operand. The constant TILE is the `tune.Packed` of a problem.
 """
 
 from __future__ import annotations
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,39 +22,8 @@ from ...numerics.decode import decode, decode_grouped, factor_in, factor_offset,
 from ..kernels import tile_at
 from .epilogue import completed, read_scales, scaled
 from .few import let_next_kernel_start, wait_for_previous_kernel
-
-
-class PackedWork(NamedTuple):
-    """The sizes of the problem, its tiles and their steps along K."""
-
-    M: Any
-    N: Any
-    K: Any
-    tiles_m: Any
-    tiles_n: Any
-    steps: Any
-
-
-class Rings(NamedTuple):
-    """Buffers and barriers: of packed weights, and of what is multiplied."""
-
-    packed: Any
-    packed_full: Any
-    packed_empty: Any
-    w: Any
-    x: Any
-    full: Any
-    empty: Any
-
-
-@gluon.jit
-def step_on(stage, phase, STAGES: gl.constexpr):
-    """The next stage of a ring, and its phase."""
-    stage += 1
-    if stage == STAGES:
-        stage = 0
-        phase ^= 1
-    return stage, phase
+from .floats import decode_to_floats
+from .rings import PackedWork, Rings, spread, step_on
 
 
 @gluon.jit
@@ -65,6 +32,7 @@ def feed(x_desc, p_desc, rings, work, TILE: gl.constexpr, FORM: gl.constexpr):
     BM: gl.constexpr = x_desc.block_type.shape[0]
     BN: gl.constexpr = p_desc.block_type.shape[0]
     BK: gl.constexpr = p_desc.block_type.shape[1]
+    XK: gl.constexpr = x_desc.block_type.shape[1]
     STAGES: gl.constexpr = rings.x.shape[0]
     PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
     stage = 0
@@ -88,19 +56,12 @@ def feed(x_desc, p_desc, rings, work, TILE: gl.constexpr, FORM: gl.constexpr):
             mbarrier.wait(rings.empty.index(stage), phase)
             ready = rings.full.index(stage)
             mbarrier.expect(ready, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [m * BM, k * 2 * BK], ready, rings.x.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [m * BM, k * XK], ready, rings.x.index(stage))
             stage, phase = step_on(stage, phase, STAGES)
 
 
 @gluon.jit
-def spread(factors, BYTES: gl.constexpr, LAYOUT: gl.constexpr, PARTS: gl.constexpr):
-    """[rows, 16-byte parts] -> [rows, BYTES]."""
-    wide, _ = gl.broadcast(gl.expand_dims(factors, 2), gl.zeros([1, 1, 16], factors.dtype, PARTS))
-    return gl.convert_layout(gl.reshape(wide, [factors.shape[0], BYTES]), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def decode_tiles(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+def decode_to_s8(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
     """Turn packed stages into stages of s8, a thread 16 bytes of a row at a time."""
     BN: gl.constexpr = rings.packed.shape[1]
     BK: gl.constexpr = rings.packed.shape[2]
@@ -166,7 +127,7 @@ def pieces_of(y, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, GROUP: gl.constexpr, KINDS: gl.constexpr):
+def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, TIMES_16: gl.constexpr, KINDS: gl.constexpr):
     """Scale the i-th piece of a tile and store it through shared memory, once the copy that last left that buffer is
     done."""
     BUFFERS: gl.constexpr = c_bufs.shape[0]
@@ -174,7 +135,7 @@ def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, GROUP: gl.cons
     row += i * acc.shape[1]
     rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
     columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    if GROUP == 0:
+    if TIMES_16:
         acc = without_16(acc)
     scales = read_scales(rows, columns, work.M, work.N, terms, None, KINDS)
     y = scaled(acc, rows, columns, work.M, work.N, scales, terms, KINDS)
@@ -191,14 +152,18 @@ def consume(
     rings, c_desc, c_bufs, terms, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply, scale and store this warpgroup's half of each tile's rows of the weight."""
+    """Multiply, scale and store this warpgroup's share of each tile's rows of the weight."""
     STAGES: gl.constexpr = rings.x.shape[0]
     BM: gl.constexpr = rings.x.shape[1]
-    HALF: gl.constexpr = rings.w.shape[1] // 2
+    BN: gl.constexpr = rings.w.shape[1]
+    SHARE: gl.constexpr = BN // TILE.consumers
     PIECE: gl.constexpr = c_desc.block_type.shape[0]
-    GROUP: gl.constexpr = FORM.group
+    INTEGERS: gl.constexpr = rings.x.dtype == gl.int8
+    SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BM, 128), 32]
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, min(BM, TILE.instruction), 32 if INTEGERS else 16],
     )
     stage = 0
     phase = 0
@@ -206,11 +171,11 @@ def consume(
         wait_for_previous_kernel()
     for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
         m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        acc = warpgroup_mma_init(gl.zeros((HALF, BM), gl.int32, LAYOUT))
+        acc = warpgroup_mma_init(gl.zeros((SHARE, BM), SUM, LAYOUT))
         previous = 0
         for k in range(work.steps):
             mbarrier.wait(rings.full.index(stage), phase)
-            w = rings.w.index(stage).slice(WHICH * HALF, HALF)
+            w = rings.w.index(stage).slice(WHICH * SHARE, SHARE)
             acc = warpgroup_mma(w, rings.x.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
             # One product stays in flight: the stage before it is free.
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
@@ -220,32 +185,45 @@ def consume(
         total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(rings.empty.index((stage + STAGES - 1) % STAGES), count=1)
         pieces = pieces_of(total, PIECE)
-        column = n * (2 * HALF) + WHICH * HALF
+        column = n * BN + WHICH * SHARE
         for i in gl.static_range(BM // PIECE):
-            store_piece(pieces[i], i, m * BM, column, work, terms, c_desc, c_bufs, GROUP, KINDS)
+            store_piece(pieces[i], i, m * BM, column, work, terms, c_desc, c_bufs, INTEGERS and FORM.group == 0, KINDS)
     tma.store_wait(pendings=0)
 
 
 @gluon.jit
+def decode_tiles(rings, factor_ptr, zero_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    if FORM.floats:
+        decode_to_floats(rings, factor_ptr, zero_ptr, work, TILE, FORM)
+    else:
+        decode_to_s8(rings, factor_ptr, work, TILE, FORM)
+
+
+@gluon.jit
 def gemm_packed(
-    x_desc, p_desc, c_desc, factor_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr, KINDS: gl.constexpr
-):
-    """out[M, N] = epilogue(x[M, K] @ decoded[N, K].T), the sizes any: TMA fills with zeros and clips."""
+    x_desc, p_desc, c_desc, factor_ptr, zero_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
+    KINDS: gl.constexpr,
+):  # fmt: skip
+    """out[M, N] = epilogue(x[M, K] @ decoded[N, K].T), the sizes any: TMA fills with zeros and clips.
+
+    `factor_ptr` has the integer factors of groups, or with float activations their scales; `zero_ptr` the zero points.
+    """
     BM: gl.constexpr = x_desc.block_type.shape[0]
+    XK: gl.constexpr = x_desc.block_type.shape[1]
     BN: gl.constexpr = p_desc.block_type.shape[0]
     BK: gl.constexpr = p_desc.block_type.shape[1]
     PIECE: gl.constexpr = c_desc.block_type.shape[0]
     STAGES: gl.constexpr = TILE.stages
     PACKED_STAGES: gl.constexpr = TILE.packed_stages
+    CONSUMERS: gl.constexpr = TILE.consumers
     BUFFERS: gl.constexpr = 1 if PIECE == BM else 2
     if FORM.early != "no":
         let_next_kernel_start()
-    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, 2 * BK], gl.int8)
+    W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, XK], x_desc.dtype)
     packed = gl.allocate_shared_memory(gl.int8, [PACKED_STAGES, BN, BK], p_desc.layout)
-    w = gl.allocate_shared_memory(gl.int8, [STAGES, BN, 2 * BK], W)
-    x = gl.allocate_shared_memory(gl.int8, [STAGES, BM, 2 * BK], x_desc.layout)
-    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // 2], c_desc.layout)
-    d_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // 2], c_desc.layout)
+    w = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BN, XK], W)
+    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, XK], x_desc.layout)
+    c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // CONSUMERS], c_desc.layout)
     packed_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
     packed_empty = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -255,20 +233,32 @@ def gemm_packed(
         mbarrier.init(packed_empty.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=2)  # the activations and the decoded weight
-        mbarrier.init(empty.index(i), count=2)  # both consumers
+        mbarrier.init(empty.index(i), count=CONSUMERS)
     fence_async_shared()
     work = PackedWork(
         M=shape.m, N=shape.n, K=shape.k, tiles_m=gl.cdiv(shape.m, BM), tiles_n=gl.cdiv(shape.n, BN),
-        steps=gl.cdiv(shape.k, 2 * BK),
+        steps=gl.cdiv(shape.k, XK),
     )  # fmt: skip
     rings = Rings(packed=packed, packed_full=packed_full, packed_empty=packed_empty, w=w, x=x, full=full, empty=empty)
-    gl.warp_specialize(
-        [
-            (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
-            (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
-            (decode_tiles, (rings, factor_ptr, work, TILE, FORM)),
-            (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
-        ],
-        [4, TILE.decoders, 1],
-        [192, 96, 32] if TILE.decoders == 4 else [168, 56, 24],
-    )
+    if CONSUMERS == 2:
+        d_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // CONSUMERS], c_desc.layout)
+        gl.warp_specialize(
+            [
+                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, TILE, FORM)),
+                (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
+            ],
+            [4, TILE.decoders, 1],
+            TILE.registers,
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, TILE, FORM)),
+                (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
+            ],
+            [TILE.decoders, 1],
+            TILE.registers,
+        )

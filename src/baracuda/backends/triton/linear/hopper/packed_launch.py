@@ -1,23 +1,28 @@
-"""The sm_90 GEMM with a packed weight for many tokens, from operands to the device."""
+"""The sm_90 GEMMs with decoding warps, from operands to the device: packed weights, and float activations."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..... import _host
 from .....core.problem import Problem
+from .....core.types import ElementKind
 from ....registry import Launch, Value
-from ...launch import ALIGNMENT, captures_pdl, finish_parameters, launching, loaded
+from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
 from ...tune import processors_of
 from .. import tune
 from ..kernels import Shape
 from ..launch import GemmSources
 from .binding import (
+    BIAS,
     FACTOR,
     OUTPUT,
+    PARTS,
+    RESIDUAL,
     VECTORS,
     WEIGHT,
     X,
@@ -30,17 +35,26 @@ from .binding import (
 )
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
+from .floats import FloatForm
 from .packed import gemm_packed
 
 
 def packed_source(
-    tile: tune.Packed, form: Form, out: torch.dtype, forms: HopperTerms, kinds: TermKinds
+    tile: tune.Packed,
+    form: Form | FloatForm,
+    x: torch.dtype,
+    out: torch.dtype,
+    forms: HopperTerms,
+    kinds: TermKinds,
+    factor: str = "*u8",
+    zero_point: str = "*u8",
 ) -> GluonASTSource:
     signature = {
-        "x_desc": descriptor_form(torch.int8, [tile.m, 2 * tile.k]),
+        "x_desc": descriptor_form(x, [tile.m, 2 * tile.k if form.packed else tile.k]),
         "p_desc": descriptor_form(torch.int8, [tile.n, tile.k]),
-        "c_desc": descriptor_form(out, [tile.piece, tile.n // 2]),
-        "factor_ptr": "*i32" if form.factors == 4 else "*u8",
+        "c_desc": descriptor_form(out, [tile.piece, tile.n // tile.consumers]),
+        "factor_ptr": factor,
+        "zero_ptr": zero_point,
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
@@ -48,12 +62,25 @@ def packed_source(
     return source_of(gemm_packed, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, divisible)
 
 
+def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
+    """The compiled kernel with its parameters."""
+    m, n, k = p.shape
+    kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
+    matrix(kernel, X, x, m, k)
+    matrix(kernel, WEIGHT, weight, n, k // 2 if p.weight.is_packed else k)
+    matrix(kernel, OUTPUT, output, m, n)
+    kernel.address(FACTOR)
+    kernel.address(PARTS)
+    term_parameters(kernel)
+    return finish_parameters(kernel, m, n, k)
+
+
 def many_packed(p: Problem, device: torch.device, f: GemmSources, otherwise: Launch, early: str) -> Launch:
     """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
     m, n, k = p.shape
     group = p.weight_group
     tile = tune.packed(m, n, p.element.dtype.itemsize)
-    programs = min(processors_of(device), tile.tiles(m, n))
+    programs = min(processors_of(device) * tile.programs, tile.tiles(m, n))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
@@ -64,13 +91,36 @@ def many_packed(p: Problem, device: torch.device, f: GemmSources, otherwise: Lau
         span, four = 2 * tile.k, 4 * group
         together = 4 if group and k % four == 0 and (four % span == 0 or span % four == 0) else 1
         form = Form(True, group, early if pdl else "no", together)
-        made = compiled(packed_source(tile, form, p.element.dtype, forms, kinds), 4, pdl)
-        kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
-        matrix(kernel, X, x, m, k)
-        matrix(kernel, WEIGHT, weight, n, k // 2)
-        matrix(kernel, OUTPUT, output, m, n)
-        kernel.address(FACTOR)
-        term_parameters(kernel)
-        return finish_parameters(kernel, m, n, k)
+        factor = "*i32" if together == 4 else "*u8"
+        source = packed_source(tile, form, torch.int8, p.element.dtype, forms, kinds, factor)
+        return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
 
-    return launching(device, f, prepare, (*VECTORS, FACTOR), None, otherwise)
+    return launching(device, (*f, None), prepare, (*VECTORS, FACTOR), None, otherwise)
+
+
+def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
+    """The linear of float activations; its K is summed in one order for every number of tokens."""
+    m, n, _ = p.shape
+    tile = tune.weight_only(m, n, p.weight.is_packed, p.element.dtype.itemsize, processors_of(device))
+    programs = min(processors_of(device) * tile.programs, tile.tiles(m, n))
+
+    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
+        if not aligned:
+            return None
+        bias, residual, scale, zero_point = (arguments[i] for i in (BIAS, RESIDUAL, FACTOR, PARTS))
+        forms, kinds = term_forms(None, None, None, bias, 1, residual, p.nonlinearity)
+        kinds = kinds._replace(scale="none", weight_scale="none")
+        pdl = captures_pdl()
+        same_type = isinstance(scale, Tensor) and scale.dtype is p.element.dtype
+        plain = p.weight.is_packed and zero_point is None and same_type
+        form = FloatForm(
+            p.weight.is_packed, p.weight is not ElementKind.U4, p.weight_group, plain, "prefetch" if pdl else "no"
+        )
+        scales = POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32"
+        zeros = "*u8" if zero_point is None else "*i32"
+        element = p.element.dtype
+        source = packed_source(tile, form, element, element, forms, kinds, scales, zeros)
+        return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
+
+    f = GemmSources(0, None, None, 1, None, 4, None, 5, 6, 2)
+    return launching(device, (*f, 3), prepare, VECTORS, None, otherwise)

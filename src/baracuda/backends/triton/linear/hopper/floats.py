@@ -1,0 +1,109 @@
+"""Stored weights to the activations' float type: the decoding warps of a weight-only linear."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from ...numerics.decode import bits_of_scale, decode_bytes, decode_nibbles, decode_nibbles_exactly, shift_of
+from ..kernels import tile_at
+from .few import wait_for_previous_kernel
+from .rings import spread, step_on
+
+
+class FloatForm(NamedTuple):
+    """What the weight of a weight-only linear is and when it may be read: the constant FORM."""
+
+    #: Two weights lie in a byte.
+    packed: bool
+    signed: bool
+    #: Weights along K that share a scale; 0: a row has one.
+    group: int
+    #: The scales have the activations' type and there are no zero points.
+    plain: bool
+    #: As in `few.Form`.
+    early: str
+    floats: bool = True
+
+
+@gluon.jit
+def load_qparams(scale_ptr, zero_ptr, at, FORM: gl.constexpr):
+    """Scales and zero points as the words that decoding takes."""
+    if FORM.plain:
+        return bits_of_scale(gl.load(scale_ptr + at), True), gl.zeros_like(at)
+    else:
+        scale = bits_of_scale(gl.load(scale_ptr + at), False)
+        zero_point = gl.zeros_like(at)
+        if zero_ptr.dtype.element_ty == gl.int32:
+            zero_point = gl.load(zero_ptr + at)
+        return scale, shift_of(zero_point, FORM.packed, FORM.signed)
+
+
+@gluon.jit
+def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    """Turn stored stages into stages of floats, a thread 16 bytes of a row at a time.
+
+    Neighbouring lanes have different rows, so that their vectors lie in different banks.
+    """
+    BN: gl.constexpr = rings.packed.shape[1]
+    BK: gl.constexpr = rings.packed.shape[2]
+    XK: gl.constexpr = rings.x.shape[2]
+    STAGES: gl.constexpr = rings.x.shape[0]
+    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    # Weights of 16 bytes share a scale.
+    EACH: gl.constexpr = 32 if FORM.packed else 16
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = max(8, 512 // BK)
+    BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [ROWS, 32 // ROWS], [WARPS, 1], [0, 1])
+    PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [ROWS, 32 // ROWS, 1], [WARPS, 1, 1], [0, 1, 2])
+    AT: gl.constexpr = gl.SliceLayout(2, PARTS)
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], gl.int32)
+    stage = 0
+    phase = 1
+    p_stage = 0
+    p_phase = 0
+    groups = 1
+    if FORM.group > 0:
+        groups = work.K // FORM.group
+    if FORM.early != "no":
+        wait_for_previous_kernel()
+    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
+        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, AT)), work.N - 1)
+        part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, AT)) * EACH, 0)
+        base = gl.expand_dims(row, 1) * groups + part * 0
+        scale, shift = load_qparams(scale_ptr, zero_ptr, base, FORM)
+        if FORM.group > 0:
+            scale, shift = load_qparams(scale_ptr, zero_ptr, base + gl.minimum(part // FORM.group, groups - 1), FORM)
+        for k in range(work.steps):
+            next_scale = scale
+            next_shift = shift
+            if FORM.group > 0:  # before the step that needs them: they come from L2
+                at = base + gl.minimum(((k + 1) * XK + part) // FORM.group, groups - 1)
+                next_scale, next_shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
+            mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
+            packed = rings.packed.index(p_stage).load(BYTES)
+            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
+            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
+            wide = spread(scale, BK, BYTES, PARTS)
+            if FORM.plain:
+                weight = decode_nibbles(packed, wide, rings.x.dtype, FORM.signed)
+            elif FORM.packed:
+                weight = decode_nibbles_exactly(
+                    packed, wide, spread(shift, BK, BYTES, PARTS), rings.x.dtype, FORM.signed
+                )
+            else:
+                weight = decode_bytes(packed, wide, spread(shift, BK, BYTES, PARTS), rings.x.dtype)
+            mbarrier.wait(rings.empty.index(stage), phase)
+            if FORM.packed:
+                rings.w.index(stage)._reinterpret(gl.int32, [BN, BK], PAIRS).store(weight)
+            else:
+                rings.w.index(stage).store(weight)
+            fence_async_shared()
+            mbarrier.arrive(rings.full.index(stage), count=1)
+            stage, phase = step_on(stage, phase, STAGES)
+            scale = next_scale
+            shift = next_shift
