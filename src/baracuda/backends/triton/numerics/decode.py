@@ -1,8 +1,8 @@
 """Stored weights to s8 or 16-bit floats in registers: four bytes at a time, as a word.
 
-A packed byte holds the weights of two neighbours along K, the even one in its low half, both in two's complement. A decoded
-weight is its value times a factor of 1 to 15, which fits s8, or without factors 16 times its value, which takes fewer
-instructions and is undone exactly in the sum.
+A packed byte holds the weights of two neighbours along K, the even one in its low half. Decoded to s8, a weight is its
+value times a factor of 1 to 15, or without factors 16 times its value, which takes fewer instructions and is undone
+exactly in the sum.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
@@ -160,7 +160,7 @@ def decode_nibbles_exactly(packed, scale, shift, DTYPE: gl.constexpr, SIGNED: gl
 def decode_bytes(stored, scale, shift, DTYPE: gl.constexpr):
     """s8 weights, less a `shift_of` and times a scale in f32."""
     ASM: gl.constexpr = exact_asm(name_of(DTYPE), False, True)
-    if DTYPE == gl.bfloat16:  # Triton 3.6 takes no constexpr for a type
+    if name_of(DTYPE) == "bf16":  # Triton 3.6 takes no constexpr for a type
         return gl.inline_asm_elementwise(
             ASM, "=r,=r,r,r,r,r,r,r,r,r,r", [stored, scale, shift], dtype=gl.bfloat16, is_pure=True, pack=4
         )

@@ -32,14 +32,13 @@ class FloatForm(NamedTuple):
 @gluon.jit
 def load_qparams(scale_ptr, zero_ptr, at, FORM: gl.constexpr):
     """Scales and zero points as the words that decoding takes."""
-    if FORM.plain:
-        return bits_of_scale(gl.load(scale_ptr + at), True), gl.zeros_like(at)
-    else:
-        scale = bits_of_scale(gl.load(scale_ptr + at), False)
-        zero_point = gl.zeros_like(at)
+    scale = bits_of_scale(gl.load(scale_ptr + at), FORM.plain)
+    shift = gl.zeros_like(at)
+    if not FORM.plain:
         if zero_ptr.dtype.element_ty == gl.int32:
-            zero_point = gl.load(zero_ptr + at)
-        return scale, shift_of(zero_point, FORM.packed, FORM.signed)
+            shift = gl.load(zero_ptr + at)
+        shift = shift_of(shift, FORM.packed, FORM.signed)
+    return scale, shift
 
 
 @gluon.jit
@@ -86,8 +85,6 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM:
                 next_scale, next_shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
             mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
             packed = rings.packed.index(p_stage).load(BYTES)
-            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
-            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
             wide = spread(scale, BK, BYTES, PARTS)
             if FORM.plain:
                 weight = decode_nibbles(packed, wide, rings.x.dtype, FORM.signed)
@@ -104,6 +101,10 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM:
                 rings.w.index(stage).store(weight)
             fence_async_shared()
             mbarrier.arrive(rings.full.index(stage), count=1)
+            # Not before: a barrier does not wait for loads under way, and the next copy overwrites what they read. What
+            # was stored depends on them.
+            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
             stage, phase = step_on(stage, phase, STAGES)
+            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
             scale = next_scale
             shift = next_shift

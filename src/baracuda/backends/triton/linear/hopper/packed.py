@@ -99,8 +99,6 @@ def decode_to_s8(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr
                 word = upcoming
             mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
             packed = rings.packed.index(p_stage).load(BYTES)
-            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
-            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
             if GROUP > 0:
                 offset = spread(factor_offset(factor), BK, BYTES, PARTS)
                 even, odd = decode_grouped(packed, spread(factor, BK, BYTES, PARTS), offset)
@@ -111,7 +109,11 @@ def decode_to_s8(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr
             rings.w.index(stage).store(weight)
             fence_async_shared()
             mbarrier.arrive(rings.full.index(stage), count=1)
+            # Not before: a barrier does not wait for loads under way, and the next copy overwrites what they read. What
+            # was stored depends on them.
+            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
             stage, phase = step_on(stage, phase, STAGES)
+            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
 
 
 @gluon.jit
