@@ -65,7 +65,13 @@ def quantize(
         list[str] | None,
         typer.Option(help="Modules to keep in floating point: a name, shell pattern or re:REGEX. Each must match."),
     ] = None,
-    group_size: Annotated[int, typer.Option(help="Columns that share a scale in w4a8 and w4a16.")] = 128,
+    group_size: Annotated[
+        int,
+        typer.Option(help="Columns that share a scale in w4a8 and w4a16; a smaller size where it divides no columns."),
+    ] = 128,
+    allow_float: Annotated[
+        bool, typer.Option("--allow-float", help="Go on although most of the model's Linears stay in floating point.")
+    ] = False,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
     device: Device = "cpu",
@@ -103,12 +109,18 @@ def quantize(
                 device=device,
                 resume=resume,
                 progress=progress,
+                allow_float=allow_float,
             )
         if content and ended:
             output.show(f"{escape(str(out))} was finished already, from this model with these options")
         if content:
             output.show(_drawn(content, out))
             output.data(content)
+        if content and (share := content.get("float_share", 0)) > 0.5:
+            output.show(
+                f"[bold]{share:.0%} of the parameters of the Linears are still in floating point, which --allow-float "
+                "accepted; the report names them with the reasons[/]"
+            )
 
 
 def _alpha(text: str) -> float | str:

@@ -47,7 +47,11 @@ def checkpoint(name: str, scheme: str, directory: Path) -> Path:
     if not out.exists():
         options, calibrated = SCHEMES[scheme]
         quantize_checkpoint(
-            source, out, calibration=directory / "tokens.safetensors" if calibrated else None, **options
+            source,
+            out,
+            calibration=directory / "tokens.safetensors" if calibrated else None,
+            allow_float=True,
+            **options,
         )
     return out
 

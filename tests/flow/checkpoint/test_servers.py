@@ -87,7 +87,9 @@ def test_what_is_written_follows_the_rules_of_vllms_loader(name: str, scheme: st
     models.save(name, tmp_path / "model")
     tokens = models.tokens(tmp_path / "tokens.safetensors")
     calibration = None if scheme in ("w8a8", "w4a16") else tokens
-    quantize_checkpoint(tmp_path / "model", tmp_path / "out", calibration=calibration, **SCHEMES[scheme])
+    quantize_checkpoint(
+        tmp_path / "model", tmp_path / "out", calibration=calibration, allow_float=True, **SCHEMES[scheme]
+    )
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = read_tensors(tmp_path / "out" / "model.safetensors")
     group = assert_known_scheme(config)

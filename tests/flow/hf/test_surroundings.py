@@ -181,7 +181,7 @@ def test_the_report_says_what_transformers_does_not_read_of_a_checkpoint_that_we
     pytest.importorskip("compressed_tensors")
     model = models.save_built(build, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
-    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)
     notes = [note for note in report["notes"] if not note.startswith("Groups of 16")]
     assert len(notes) == 1 and told in notes[0]
     baracuda.load(tmp_path / "out")
@@ -202,7 +202,7 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     model = models.save_built(mamba, tmp_path / "model")
     options: dict[str, Any] = {"scheme": "w4a16", "group_size": 16, "ignore": "*.out_proj"}
-    (note,) = quantize_checkpoint(tmp_path / "model", tmp_path / "out", **options)["notes"]
+    (note,) = quantize_checkpoint(tmp_path / "model", tmp_path / "out", allow_float=True, **options)["notes"]
     assert note.startswith("Groups of 16 are read by baracuda.load")
     with models.transformers_alone():
         theirs = type(model).from_pretrained(tmp_path / "out").eval()
@@ -213,7 +213,7 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
 def test_a_linear_whose_input_is_cast_to_the_type_of_its_weight_stays_float(scheme: str, tmp_path: Path) -> None:
     model = models.save_built(deepseek_v32, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
-    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)
     reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn.indexer.weights_proj"
@@ -265,7 +265,7 @@ def test_linears_that_are_computed_with_stay_float_and_the_model_runs(
 ) -> None:
     model = models.save_built(build, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
-    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **packed)
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)
     reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
     for name in TAKEN_APART[build]:
         assert "router" in name or reasons[name] == "the code around it computes with its weight itself"

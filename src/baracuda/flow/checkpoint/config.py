@@ -18,19 +18,30 @@ MIXED = "mixed-precision"
 
 
 def quantization_config(recipe: Recipe, ignore: list[str]) -> dict[str, Any]:
-    """A group for the default scheme, and one for each rule of the recipe."""
-    targets = [ALL_LINEARS, *([_as_regex(pattern)] for pattern, _ in recipe.rules)]
-    schemes = [choice.scheme for choice in recipe.choices]
-    formats = list(dict.fromkeys(Storage(scheme).format for scheme in schemes))
-    groups = {f"group_{i}": _group(t, s) for i, (t, s) in enumerate(zip(targets, schemes, strict=True))}
+    """A group for the default scheme, and one for each other scheme with the patterns of its layers."""
+    groups: list[tuple[list[str], Scheme]] = [(ALL_LINEARS, recipe.default.scheme)]
+    for pattern, choice in recipe.rules:
+        if len(groups) > 1 and groups[-1][1] == choice.scheme:
+            groups[-1][0].append(_as_regex(pattern))
+        else:
+            groups.append(([_as_regex(pattern)], choice.scheme))
+    return _config(groups, ignore)
+
+
+def _config(groups: list[tuple[list[str], Scheme]], ignore: list[str]) -> dict[str, Any]:
+    formats = list(dict.fromkeys(Storage(scheme).format for _, scheme in groups))
+    written = {f"group_{i}": _group(targets, scheme) for i, (targets, scheme) in enumerate(groups)}
     if len(formats) > 1:
-        groups = {n: g | {"format": Storage(s).format} for (n, g), s in zip(groups.items(), schemes, strict=True)}
+        written = {
+            name: group | {"format": Storage(scheme).format}
+            for (name, group), (_, scheme) in zip(written.items(), groups, strict=True)
+        }
     return {
         "quant_method": "compressed-tensors",
         "format": formats[0] if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "ignore": ignore,
-        "config_groups": groups,
+        "config_groups": written,
     }
 
 
@@ -77,12 +88,14 @@ def parse_config(config: dict[str, Any]) -> Recipe:
         schemes = [_parse_group(group) for group in groups]
         if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
             raise FlowError(f"quantization_config: its ignore should be a list of names, got {str(ignore)[:80]}")
-        patterns = [pattern for group in groups[1:] for pattern in group["targets"]]
+        targets = [list(group["targets"]) for group in groups]
+        patterns = [pattern for named in targets[1:] for pattern in named]
         for pattern, where in [*((p, "ignore") for p in ignore), *((p, "targets") for p in patterns)]:
             require_pattern(pattern, f"quantization_config: {where}")
-        rules = zip(patterns, map(Choice, schemes[1:]), strict=True)
+        pairs = list(zip(targets, schemes, strict=True))
+        rules = [(pattern, Choice(scheme)) for named, scheme in pairs[1:] for pattern in named]
         recipe = Recipe(Choice(schemes[0]), tuple(rules))
-        expected = quantization_config(recipe, ignore)
+        expected = _config(pairs, ignore)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise FlowError("quantization_config: not the layout of compressed-tensors as baracuda writes it") from None
     for key in ("format", "config_groups"):

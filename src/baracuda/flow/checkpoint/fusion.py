@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"), ("w1", "w3"))
+#: The names of the fused layers in vLLM, in the same order.
+FUSED_NAMES = ("qkv_proj", "gate_up_proj", "qkv_proj", "gate_up_proj")
 
 
 def fused_with(module: str) -> list[str]:
@@ -13,17 +13,6 @@ def fused_with(module: str) -> list[str]:
     return [f"{parent}{dot}{name}" for name in next((family for family in FUSED if leaf in family), (leaf,))]
 
 
-#: Group sizes of 4-bit weights that the kernels of servers take.
-SERVED_GROUPS = (32, 64, 128)
-
-
-def unserved_groups(sizes: Iterable[int | None]) -> str | None:
-    """A sentence about group sizes that servers may refuse, or None where there are none."""
-    odd = sorted({size for size in sizes if size is not None} - set(SERVED_GROUPS))
-    if not odd:
-        return None
-    sizes_served = ", ".join(map(str, SERVED_GROUPS))
-    return (
-        f"Groups of {', '.join(map(str, odd))} are read by baracuda.load and transformers; vLLM's kernels take groups "
-        f"of {sizes_served}, and it may refuse this checkpoint."
-    )
+def fused_name(leaf: str) -> str | None:
+    """What servers call the layer that they fuse this one into; None for a layer that runs alone."""
+    return next((fused for family, fused in zip(FUSED, FUSED_NAMES, strict=True) if leaf in family), None)

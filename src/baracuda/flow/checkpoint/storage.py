@@ -10,6 +10,7 @@ from torch import Tensor
 from ...functional import dequantize
 from ...schemes import QuantizedWeight, Scheme
 from ..errors import FlowError
+from .groups import usable_size
 from .tensorfile import Entry
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -56,7 +57,9 @@ class Storage:
             return f"its shape is {list(entry.shape)}"
         size = self.scheme.weight.group_size
         if size is not None and entry.shape[1] % size:
-            return f"its {entry.shape[1]} columns are not a multiple of the group size {size}"
+            usable = usable_size([entry.shape[1]], size)
+            remedy = f"; --group-size {usable} divides them" if usable is not None else ""
+            return f"its {entry.shape[1]} columns are not a multiple of the group size {size}{remedy}"
         return None
 
     def entries(self, module: str, weight: Entry) -> list[Entry]:

@@ -9,9 +9,11 @@ from torch import nn
 from ...core.patterns import matches
 from ...schemes import Recipe
 from ..checkpoint.fusion import fused_with
+from ..checkpoint.groups import fitting
 from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry
 from ..errors import FlowError
+from .layers import IGNORED
 from .modules import quantized_linear
 from .skeleton import stay_float, tied_weights
 from .structure import why_float
@@ -23,11 +25,12 @@ def quantize_loaded(model: nn.Module, recipe: Recipe, ignore: Iterable[str] = ()
     floats, tied, left = stay_float(model), tied_weights(model), dict[str, str]()
     for name, module in linears.items():
         weight = Entry(f"{name}.weight", module.weight.dtype, tuple(module.weight.shape))
-        reason = why_float(model, name, floats) or Storage(recipe.of(name).scheme).declines(weight)
+        scheme = fitting(recipe.of(name).scheme, module.in_features)
+        reason = why_float(model, name, floats) or Storage(scheme).declines(weight)
         if f"{name}.weight" in tied:
             reason = "shares its weight with another module"
         if any(matches(pattern, name) for pattern in ignore):
-            reason = "ignored on request"
+            reason = IGNORED
         if reason is not None:
             left[name] = reason
     for name in list(left):
@@ -44,12 +47,12 @@ def quantize_loaded(model: nn.Module, recipe: Recipe, ignore: Iterable[str] = ()
 
 def quantized(linear: nn.Linear, recipe: Recipe, name: str) -> nn.Module:
     """The module that computes a linear in its scheme; its buffers have the names and bits that a checkpoint has."""
-    choice = recipe.of(name)
-    storage, weight = Storage(choice.scheme), linear.weight.detach()
+    method, scheme = recipe.of(name).method, fitting(recipe.of(name).scheme, linear.in_features)
+    storage, weight = Storage(scheme), linear.weight.detach()
     rows = storage.as_quantized_from(weight, weight.dtype)
     entry = Entry(f"{name}.weight", weight.dtype, tuple(weight.shape))
-    stored = storage.store(choice.method.quantize(rows, choice.scheme.weight)) | storage.constants(entry, None)
-    made = quantized_linear(linear, choice.scheme, weight.dtype)
+    stored = storage.store(method.quantize(rows, scheme.weight)) | storage.constants(entry, None)
+    made = quantized_linear(linear, scheme, weight.dtype)
     for part, tensor in stored.items():
         setattr(made, part, tensor.to(weight.device))
     made.register_parameter("bias", linear.bias)

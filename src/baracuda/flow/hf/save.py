@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,12 +17,13 @@ from ...core.errors import BaracudaError
 from ...core.types import ElementKind
 from ...nn import FakeQuantize, QATLinear, QuantizedLinear, SmoothQuantLinear
 from ...nn.linear import IntegerLinear
-from ...schemes import ActivationFormat, Choice, Recipe, Scheme, WeightFormat
+from ...schemes import ActivationFormat, Scheme, WeightFormat
 from ...schemes.registry import is_checkpoint_scheme
 from ..checkpoint.check import require_stored
 from ..checkpoint.config import quantization_config
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.fusion import fused_with
+from ..checkpoint.targets import layer_recipe
 from ..errors import FlowError, some
 from .packed import PackedLinear
 from .structure import stored_structure
@@ -91,15 +90,7 @@ def describe_saved(directory: str | os.PathLike[str]) -> None:
         config = dict(stored.config)
     if not found:
         raise FlowError(f"{out}: expected integer linears in the files that were written, found none")
-    default, _ = Counter(found.values()).most_common(1)[0]
-    names = structure.modules
-    rules = [
-        (f"re:^{re.escape(name)}$", Choice(scheme))
-        for module, scheme in found.items()
-        if scheme != default
-        for name in sorted({module, names.get(module, module)})
-    ]
-    recipe = Recipe(Choice(default), tuple(rules))
+    recipe = layer_recipe(found, structure.modules)
     config["quantization_config"] = quantization_config(recipe, structure.ignore())
     temporary = out / ".config.json.new"
     temporary.write_text(json.dumps(config, indent=2) + "\n")

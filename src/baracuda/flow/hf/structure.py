@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
 
 import torch
 
 from ...core.patterns import matches
-from ...schemes import Choice, Recipe
+from ...schemes import Choice, Recipe, Scheme
 from ..checkpoint.directory import Checkpoint
-from ..checkpoint.fusion import fused_with, unserved_groups
+from ..checkpoint.fusion import fused_with
+from ..checkpoint.groups import fitting
 from ..checkpoint.storage import FLOATS, Storage
+from ..checkpoint.tensorfile import Entry
 from ..errors import CheckpointError, FlowError, some
 from .experts import stacked_experts, unstacked_experts
-from .names import Names, cuts_weights, match_names
+from .layers import EXPERT, EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, NOT_STORED, Structure
+from .names import cuts_weights, match_names
 from .skeleton import SHARED, skeleton, stay_float, tied_weights
 from .surroundings import casts_to_its_type, needs_float_weights
 
@@ -30,81 +32,6 @@ _NOT_LINEAR = re.compile(
 HEAD = "lm_head"
 #: Linears that choose experts, as do all modules in a `router`: servers read them in floating point only.
 ROUTERS = ("gate", "shared_expert_gate")
-_EXPERTS = re.compile(r"^(.*\.experts)\.\d+\.[^.]+$")
-NOT_STORED = "not stored"
-
-
-@dataclass
-class Structure:
-    """`linears` maps the weight tensors to quantize to their module names; `left` says why others are not."""
-
-    source: str
-    linears: dict[str, str] = field(default_factory=dict)
-    #: Module name -> the scheme and the method of each Linear to quantize.
-    choices: dict[str, Choice] = field(default_factory=dict)
-    #: Module name -> reason, for every Linear (or what looks like one) that stays in floating point.
-    left: dict[str, str] = field(default_factory=dict)
-    #: Checkpoint module name -> module name in the transformers model.
-    modules: dict[str, str] = field(default_factory=dict)
-    #: Which stored tensor is which of the transformers model.
-    names: Names = field(default_factory=Names)
-    #: Why transformers' own reader of compressed-tensors cannot open the result, and who can.
-    unopened: str | None = None
-    #: The kind of stacked experts that it does not read.
-    unstacked: str | None = None
-
-    def notes(self) -> list[str]:
-        """What a reader of the checkpoint should know."""
-        notes = []
-        if any(_EXPERTS.match(module) for module in self.left):
-            notes.append(
-                "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-                "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, "
-                "with a --group-size that divides their columns, packs them, and everybody reads those."
-            )
-        if self.unopened is not None:
-            notes.append(f"transformers' own reader of compressed-tensors cannot open this checkpoint: {self.unopened}")
-        elif self.unstacked is not None:
-            notes.append(
-                "The experts stay in floating point, in a stack that baracuda.load and servers read. transformers' own "
-                f"reader of compressed-tensors looks for single ones in place of {self.unstacked}, and fails or starts "
-                "with random ones."
-            )
-        elif lost := [tensor for tensor in self.joined() if not _EXPERTS.match(tensor.removesuffix(".weight"))]:
-            notes.append(
-                f"transformers joins {some(lost)} with others when it loads them. They stay in floating point, which "
-                "baracuda.load and servers read; its own reader of compressed-tensors looks for quantized ones only, "
-                "and would start with random values instead."
-            )
-        if (unserved := unserved_groups(c.scheme.weight.group_size for c in self.choices.values())) is not None:
-            notes.append(unserved)
-        return notes
-
-    def joined(self) -> list[str]:
-        """The float tensors that transformers makes others of by rules for weights alone."""
-        rules = self.names.collected.items()
-        weights = [tensor for tensor, sources in rules if all(name.endswith(".weight") for name in sources)]
-        return [tensor for tensor in weights if tensor not in self.linears]
-
-    def ignore(self) -> list[str]:
-        """Names for the config: readers must not expect these to be quantized. Numbered families become patterns."""
-        taken = {_family(module) for module in self.linears.values()}
-        taken |= {_family(self.modules.get(module, module)) for module in self.linears.values()}
-        names: set[str] = set()
-        for module in self.left:
-            if (experts := _EXPERTS.match(module)) is not None:
-                # vLLM asks for the layer, and for projections under names of its own.
-                names.add(rf"re:^{_family(experts[1])}(\..*)?$")
-                continue
-            for name in {module, self.modules.get(module, module)}:
-                family = _family(name)
-                plain = family == re.escape(name) or family in taken
-                names.add(name if plain else f"re:^{family}$")
-        return sorted(names)
-
-
-def _family(module: str) -> str:
-    return re.sub(r"(?<=\\\.)\d+(?=\\\.|$)", r"\\d+", re.escape(module))
 
 
 def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = ()) -> Structure:
@@ -122,11 +49,14 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
     structure = _from_model(model, source, recipe) if model is not None else _from_rules(source, why)
     for tensor, module in list(structure.linears.items()):
         name = structure.modules.get(module, module)
-        reason = Storage(recipe.of(module, name).scheme).declines(source.entry(tensor))
+        choice, entry = recipe.of(module, name), source.entry(tensor)
+        scheme = structure.choices[module].scheme if module in structure.choices else fitted(choice.scheme, [entry])
+        structure.choices[module] = Choice(scheme, choice.method)
+        reason = Storage(scheme).declines(entry)
         if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
-            reason = "ignored on request"
+            reason = IGNORED
         if _ends_in(name, HEAD) or _ends_in(module, HEAD):
-            reason = "the output head"
+            reason = HEAD_STAYS
         if reason is not None:
             del structure.linears[tensor]
             structure.left[module] = reason
@@ -136,8 +66,12 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
     _leave_whole_families(structure, source)
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
-    names = {module: structure.modules.get(module, module) for module in structure.linears.values()}
-    structure.choices = {module: recipe.of(module, name) for module, name in names.items()}
+    structure.choices = {module: structure.choices[module] for module in structure.linears.values()}
+    _require_one_scheme(structure)
+    for module, choice in structure.choices.items():
+        asked = recipe.of(module, structure.modules.get(module, module)).scheme.weight.group_size
+        if asked is not None and choice.scheme.weight.group_size != asked:
+            structure.refitted[module] = asked
     if model is not None:
         structure.unstacked = unstacked_experts(model)
         structure.unopened = _why_unopened(structure, model)
@@ -205,7 +139,7 @@ def _require_found(structure: Structure, source: Checkpoint, ignore: tuple[str, 
 def _require_whole_families(structure: Structure) -> None:
     """Raise where --ignore splits a fused layer: servers refuse one that is quantized in part."""
     quantized = set(structure.linears.values())
-    left, taken = (next(filter(_EXPERTS.match, modules), None) for modules in (structure.left, sorted(quantized)))
+    left, taken = (next(filter(EXPERT.match, modules), None) for modules in (structure.left, sorted(quantized)))
     if left is not None and taken is not None:
         raise FlowError(
             f"--ignore leaves {left} but not {taken}: readers look for experts of one kind; ignore all of them or none"
@@ -213,12 +147,29 @@ def _require_whole_families(structure: Structure) -> None:
     for module, reason in structure.left.items():
         family = fused_with(module)
         split = [name.rpartition(".")[2] for name in family if name in quantized]
-        if split and reason == "ignored on request":
+        if split and reason == IGNORED:
             leaves = ", ".join(name.rpartition(".")[2] for name in family)
             raise FlowError(
                 f"--ignore leaves {module} but not {', '.join(split)}: servers run {leaves} as one layer; "
                 "ignore all of them or none"
             )
+
+
+def _require_one_scheme(structure: Structure) -> None:
+    """Raise where a recipe gives layers that servers fuse different schemes: no server reads those."""
+    for module, choice in structure.choices.items():
+        for name in fused_with(module):
+            if name in structure.choices and structure.choices[name].scheme != choice.scheme:
+                leaves = ", ".join(n.rpartition(".")[2] for n in fused_with(module))
+                raise FlowError(
+                    f"the recipe gives {module} another scheme than {name}: servers run {leaves} as one layer; write "
+                    "a pattern that matches all of them"
+                )
+
+
+def fitted(scheme: Scheme, entries: list[Entry]) -> Scheme:
+    """The scheme in groups that divide the columns of all these weights."""
+    return fitting(scheme, *(entry.shape[1] for entry in entries if len(entry.shape) == 2))
 
 
 def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
@@ -232,7 +183,7 @@ def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
 def why_float(model: torch.nn.Module, name: str, floats: dict[str, str]) -> str | None:
     """Why a Linear of a model stays float in every scheme, or None; `floats` is what `stay_float` found."""
     if _ends_in(name, HEAD):
-        return "the output head"
+        return HEAD_STAYS
     router = "a router, which servers read in floating point" if _is_router(name) else None
     return router or floats.get(name) or _casts(model, name)
 
@@ -317,15 +268,20 @@ def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoi
     """Quantize all experts or none, since readers look for one kind of them; and only as packed ones, see `experts`."""
     known = stacked_experts(model)
     experts = {tensor: tensor.removesuffix(".weight") for tensor in source.where if known(tensor)}
-    storages = {module: Storage(recipe.of(module).scheme) for module in experts.values()}
+    entries = [source.entry(tensor) for tensor in experts]
+    choices = {module: recipe.of(module) for module in experts.values()}
+    # Servers have one group size for all experts.
+    fits = {module: Choice(fitted(choice.scheme, entries), choice.method) for module, choice in choices.items()}
+    storages = {module: Storage(choice.scheme) for module, choice in fits.items()}
     if not all(storage.packed for storage in storages.values()):
         return
+    structure.choices |= fits
     reasons = {module: storages[module].declines(source.entry(tensor)) for tensor, module in experts.items()}
     declined = next(((module, why) for module, why in reasons.items() if why is not None), None)
     if declined is None:
         structure.linears |= experts
     else:
-        structure.left |= dict.fromkeys(reasons, f"expert weights, of which {declined[0]} does not fit: {declined[1]}")
+        structure.left |= dict.fromkeys(reasons, f"{EXPERTS}, of which {declined[0]} does not fit: {declined[1]}")
 
 
 def _name_the_rest(structure: Structure, source: Checkpoint, handled: set[str]) -> None:
@@ -336,7 +292,7 @@ def _name_the_rest(structure: Structure, source: Checkpoint, handled: set[str]) 
             continue
         module = tensor.removesuffix(".weight")
         if module not in structure.left:
-            what = "expert weights" if "expert" in module else "not an nn.Linear of the model"
+            what = EXPERTS if "expert" in module else "not an nn.Linear of the model"
             structure.left[module] = f"{what}, shape {list(entry.shape)}"
 
 
@@ -348,7 +304,7 @@ def _from_rules(source: Checkpoint, why: str) -> Structure:
             continue
         module = tensor.removesuffix(".weight")
         if _NOT_LINEAR.search(tensor) or min(entry.shape) < 16:
-            structure.left[module] = "not a Linear by its name or shape"
+            structure.left[module] = NO_LINEAR
         else:
             structure.linears[tensor] = module
     return structure

@@ -25,7 +25,7 @@ from ..checkpoint.tensorfile import TensorFile, write_tensors
 from ..errors import FlowError
 from ..hf.blocks import Chain, find_chain
 from ..hf.forward import arguments, float_model
-from ..hf.structure import Structure
+from ..hf.layers import Structure
 from .changes import Changes
 from .data import read_for
 from .distributed import Team

@@ -14,7 +14,7 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.fusion import fused_with
 from ..errors import FlowError, some
 from ..hf.forward import TRACE_SHAPE, arguments, float_model, on_tokens_alone
-from ..hf.structure import Structure
+from ..hf.layers import Structure
 from ..transforms.folds import Folds, find_folds
 from ..transforms.smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
 from ..transforms.trace import trace

@@ -45,6 +45,7 @@ def quantize_checkpoint(
     method: str = "rtn",
     one_shot: bool = False,
     recipe: str | Path | Mapping[str, Any] | None = None,
+    allow_float: bool = False,
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
@@ -60,7 +61,10 @@ def quantize_checkpoint(
     - `calibration`: a file of texts or tokens, or a list of texts, for smoothing, static activations and methods that
       need data. `evaluation`: the same, to measure the result on. Of each, `samples` sequences of `sequence_length`
       tokens are read.
-    - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given.
+    - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given. A layer whose columns it does not
+      divide gets the next smaller of 32, 64 and 128 that does; the report says which.
+    - `allow_float`: accept a checkpoint of which most parameters of the Linears stay in floating point. Without it such
+      a run raises before it begins.
     - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
       layers and a list `layers` of tables with a `match` and what is different there; the first match decides.
     - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
@@ -107,6 +111,7 @@ def quantize_checkpoint(
             progress or (lambda stage, done, total, label: None),
             calibrated,
             evaluated,
+            allow_float,
         )
         _log.info("quantizing %s to %s as %s", source.directory, out, options.scheme)
         content = run.go(resume=resume)

@@ -14,7 +14,8 @@ from ...schemes import Recipe
 from ..checkpoint.config import quantization_config
 from ..checkpoint.directory import REPORT, REPORT_PAGE, Checkpoint, read_json
 from ..errors import FlowError, os_errors_explained
-from ..hf.structure import Structure
+from ..hf.coverage import float_share
+from ..hf.layers import Structure
 from .journal import Journal, sync_directory
 from .schema import require_report
 
@@ -43,6 +44,8 @@ def collect(
                 "measured_rows": entry["measured_rows"],
                 "bytes_before": entry["bytes_before"],
                 "bytes_after": entry["bytes_after"],
+                "bits": structure.choices[name].scheme.weight.bits,
+                "group_size": structure.choices[name].scheme.weight.group_size,
                 **({"method": entry["method"]} if "method" in entry else {}),
                 **outliers.get(name, {}),
             }
@@ -59,6 +62,7 @@ def collect(
         "linears_found_by": structure.source,
         "layers": layers,
         "left": [{"name": n, "reason": r} for n, r in sorted(structure.left.items(), key=lambda i: natural(i[0]))],
+        "float_share": float_share(structure, source),
         "notes": structure.notes(),
         "smoothing": {key: value for key, value in notes.items() if key != "outliers"} or None,
         "size": {"before": before, "after": after, "ratio": after / before},

@@ -17,7 +17,9 @@ from ..checkpoint.directory import INDEX, JOURNAL, REPORT, SINGLE, Checkpoint, r
 from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry, TensorFileWriter, layout
 from ..errors import FlowError
-from ..hf.structure import Structure, find_linears
+from ..hf.coverage import require_mostly_quantized
+from ..hf.layers import Structure
+from ..hf.structure import find_linears
 from . import report as reports
 from .changes import Changes
 from .data import rehearse, require_data
@@ -45,6 +47,8 @@ class Run:
     progress: Progress
     calibration: Path | None = None
     evaluation: Path | None = None
+    #: Accept a checkpoint of which most stays in floating point.
+    allow_float: bool = False
     structure: Structure = field(init=False)
     journal: Journal = field(init=False)
 
@@ -55,6 +59,8 @@ class Run:
                             "jsonl or safetensors file of tokens; pass --calibration FILE")  # fmt: skip
         self._check_options()
         self.structure = find_linears(self.source, self.plan.recipe, options.ignore)
+        if not self.allow_float:
+            require_mostly_quantized(self.structure, self.source, options.group_size)
         self.journal = Journal(self.out)
 
     def _check_options(self) -> None:
@@ -124,7 +130,7 @@ class Run:
 
     def _config(self) -> dict[str, Any]:
         """The model's own, with the type that readers took from its first tensor, which can be a scale now."""
-        quantization = quantization_config(self.plan.recipe, self.structure.ignore())
+        quantization = quantization_config(self.structure.recipe(), self.structure.ignore())
         config = dict(self.source.config) | {"quantization_config": quantization}
         if not config.get("dtype") and not config.get("torch_dtype") and (dtype := self.source.dtype) is not None:
             config["torch_dtype"] = dtype  # the name that every version of transformers reads
