@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from . import plans
 from .terminal import Device, Json, Output, Quiet, bars, errors_told, given, interrupted
 
 #: Spelled here because the registry of schemes imports torch; a test compares them.
@@ -33,8 +34,9 @@ def quantize(
     context: typer.Context,
     model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
     out: Annotated[
-        Path, typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming.")
-    ],
+        Path | None,
+        typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming."),
+    ] = None,
     scheme: Annotated[str, typer.Option(help=f"{one_of(SCHEMES)}.", autocompletion=_scheme_names)] = "w8a8",
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
@@ -72,6 +74,9 @@ def quantize(
     allow_float: Annotated[
         bool, typer.Option("--allow-float", help="Go on although most of the model's Linears stay in floating point.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Write nothing; show what would be quantized, sizes, time and memory.")
+    ] = False,
     samples: Annotated[int, typer.Option(help="Sequences to calibrate and evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
     device: Device = "cpu",
@@ -88,7 +93,7 @@ def quantize(
         for option in ("scheme", "method", "group_size"):
             if recipe is not None and given(context, option):
                 raise FlowError(f"--{option.replace('_', '-')}: the recipe says it; drop it, or change {recipe}")
-        ended = resume and is_complete(out)
+        ended = resume and not dry_run and out is not None and is_complete(out)
         with bars(output) as progress:
             content = quantize_checkpoint(
                 model_dir,
@@ -110,7 +115,13 @@ def quantize(
                 resume=resume,
                 progress=progress,
                 allow_float=allow_float,
+                dry_run=dry_run,
             )
+        if dry_run:
+            output.show(*plans.drawn(content))
+            output.data(content)
+            return
+        assert out is not None, "quantize_checkpoint refuses a run without one"
         if content and ended:
             output.show(f"{escape(str(out))} was finished already, from this model with these options")
         if content:

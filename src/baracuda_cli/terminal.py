@@ -59,7 +59,7 @@ def errors_told() -> Iterator[None]:
 
 
 @contextmanager
-def interrupted(out: Path) -> Iterator[None]:
+def interrupted(out: Path | None) -> Iterator[None]:
     """On Ctrl-C, say what is finished and how to resume."""
     try:
         yield
@@ -67,7 +67,7 @@ def interrupted(out: Path) -> Iterator[None]:
         from baracuda.flow.checkpoint.directory import JOURNAL
 
         outcome = "nothing was written"
-        if (out / JOURNAL).exists():
+        if out is not None and (out / JOURNAL).exists():
             outcome = f"what is finished stays in {escape(str(out))}; repeat the command with --resume to go on"
         if first_rank():
             stderr.print(f"[yellow]stopped: {outcome}[/]", highlight=False, soft_wrap=True)

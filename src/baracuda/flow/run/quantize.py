@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 def quantize_checkpoint(
     model_dir: str | Path,
-    out: str | Path,
+    out: str | Path | None,
     *,
     scheme: CheckpointScheme = "w8a8",
     activations: Literal["dynamic", "static"] = "dynamic",
@@ -46,6 +46,8 @@ def quantize_checkpoint(
     one_shot: bool = False,
     recipe: str | Path | Mapping[str, Any] | None = None,
     allow_float: bool = False,
+    dry_run: bool = False,
+    on_plan: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Quantize the checkpoint in `model_dir` into `out`, and return the report (also written there).
 
@@ -67,6 +69,9 @@ def quantize_checkpoint(
       a run raises before it begins.
     - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
       layers and a list `layers` of tables with a `match` and what is different there; the first match decides.
+    - `dry_run`: write nothing, and return what would be done: each layer with its scheme, bits, group size and bytes,
+      what stays float and why, the size and average bits of the result, and estimates of time and memory. `out` may be
+      None then. `on_plan` is called with the same when a run begins.
     - `ignore`: Linears to leave, a pattern or several: names, shell patterns or `"re:REGEX"`. Each must match some.
     - `device`: where to compute. `resume`: go on with a run that was killed; one that has ended is left as it is.
     - `progress(stage, done, total, label)` is called as work is done: `done` since the last call, of `total` in the
@@ -76,7 +81,9 @@ def quantize_checkpoint(
     are those of one process. Rank 0 returns the report, the other ranks an empty one. Errors spell options as the
     command line does: `--group-size` is `group_size`, `--evaluate` is `evaluation`.
     """
-    out = Path(out)
+    if out is None and not dry_run:
+        raise FlowError("out: expected a directory for the result, got None; pass --output DIR, or --dry-run")
+    target = None if out is None else Path(out)
     options = Options(
         scheme,
         activations,
@@ -95,7 +102,7 @@ def quantize_checkpoint(
     plan = options.plan()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
     with (
-        os_errors_explained(out, RESUME),
+        os_errors_explained(target or Path(), RESUME),
         as_file(calibration, "calibration") as calibrated,
         as_file(evaluation, "evaluation") as evaluated,
         team() as ranks,
@@ -103,7 +110,7 @@ def quantize_checkpoint(
     ):
         run = Run(
             source,
-            out,
+            target,
             options,
             plan,
             ranks,
@@ -113,10 +120,12 @@ def quantize_checkpoint(
             evaluated,
             allow_float,
         )
-        _log.info("quantizing %s to %s as %s", source.directory, out, options.scheme)
-        content = run.go(resume=resume)
+        if dry_run:
+            return run.preview()
+        _log.info("quantizing %s to %s as %s", source.directory, target, options.scheme)
+        content = run.go(resume=resume, on_plan=on_plan)
         if content:
-            _log.info("%s: %d Linears quantized, %d left", out, len(content["layers"]), len(content["left"]))
+            _log.info("%s: %d Linears quantized, %d left", target, len(content["layers"]), len(content["left"]))
         return content
 
 

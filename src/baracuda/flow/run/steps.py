@@ -39,7 +39,8 @@ class Run:
     """One conversion, in the order it happens."""
 
     source: Checkpoint
-    out: Path
+    #: None for a run that only says what it would do.
+    target: Path | None
     options: Options
     plan: Plan
     team: Team
@@ -61,14 +62,20 @@ class Run:
         self.structure = find_linears(self.source, self.plan.recipe, options.ignore)
         if not self.allow_float:
             require_mostly_quantized(self.structure, self.source, options.group_size)
-        self.journal = Journal(self.out)
+        if self.target is not None:
+            self.journal = Journal(self.target)
+
+    @property
+    def out(self) -> Path:
+        assert self.target is not None, "a dry run has no output"
+        return self.target
 
     def _check_options(self) -> None:
         """Raise for everything that is known to be wrong before anything is read or written."""
         self.options.check()
         for data in filter(None, (self.calibration, self.evaluation)):
             require_data(data)
-        if self.out.resolve() == self.source.directory.resolve():
+        if self.target is not None and self.out.resolve() == self.source.directory.resolve():
             raise FlowError(f"{self.out}: the output cannot be the model's own directory; choose another directory")
 
     def fingerprint(self) -> dict[str, Any]:
@@ -94,18 +101,26 @@ class Run:
         read = self.source.shards if self.plan.needs_calibration else [shard]
         return [self.source.shards[name].version for name in read]
 
-    def go(self, *, resume: bool) -> dict[str, Any]:
+    def preview(self) -> dict[str, Any]:
+        """What the run would do; nothing is written."""
+        from .preview import preview
+
+        return preview(self.source, self.structure, self.plan, self.options, self.device)
+
+    def go(self, *, resume: bool, on_plan: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         try:
-            return self._steps(resume=resume)
+            return self._steps(resume=resume, on_plan=on_plan)
         finally:
             self.journal.release()
 
-    def _steps(self, *, resume: bool) -> dict[str, Any]:
+    def _steps(self, *, resume: bool, on_plan: Callable[[dict[str, Any]], None] | None) -> dict[str, Any]:
         started = time.perf_counter()
         if resume and self.team.gather(is_complete(self.out))[0]:
             return self._ended()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
         try:
+            if on_plan is not None and self.team.leads:
+                on_plan(self.preview())
             self._rehearse()
             changes = self._calibrate()
             self._quantize_blocks(changes)
