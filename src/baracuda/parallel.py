@@ -26,7 +26,8 @@ from .core.packing import unpack_int4
 from .core.scope import PerToken
 from .core.types import ElementKind
 from .functional import choose_qparams, quantize, smoothquant_linear
-from .nn.linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear, under_autocast
+from .nn.autocast import under_autocast
+from .nn.linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear
 
 
 class _Parallel(ParallelStyle):

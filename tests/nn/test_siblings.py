@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 
 import baracuda
 from baracuda.nn import QuantizedLinear, SmoothQuantLinear
-from baracuda.nn import siblings as siblings_module
+from baracuda.nn import traced
 from baracuda.nn.siblings import Siblings, siblings_of
 from baracuda.plans.plan import SelectedPlan
 
@@ -134,7 +134,7 @@ def test_compiled_into_one_graph_with_one_product(scheme: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     assert same(compiled(X), alone(X)) and products == [1]
-    assert siblings_module._TRACED == {}
+    assert traced._TRACED == {}
     model.k.weight = model.k.weight.clone()  # no longer among the stacked rows: compiled anew, each by itself
     model.k.weight.neg_()
     alone.k.weight.neg_()

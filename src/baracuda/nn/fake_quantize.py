@@ -17,7 +17,7 @@ from ..core.scope import PerTensor, PerToken, Scope, Shape
 from ..core.types import Arithmetic, ArithmeticName, DynamicRangeMode, Element, ElementKind, ModeName, member
 from ..dispatch.eager import route
 from ..functional import choose_qparams, dynamic_fake_quantize, fake_quantize
-from .linear import autocast_dtype
+from .autocast import autocast_dtype
 from .observers import MinMax, Observer
 from .rounding import Rounding
 

@@ -24,10 +24,12 @@ from ..functional import (
 from ..schemes.formats import WeightFormat
 from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with, rtn
+from .autocast import under_autocast
 from .launches import Launches
 from .row_sums import RowSums
-from .siblings import Sibling, asks_siblings
+from .siblings import Sibling, Traced
 from .state import fit_state, one_value
+from .traced import bias_as, dynamic_linear, static_linear, traced_forward
 
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -82,6 +84,8 @@ class IntegerLinear(Sibling):
         self._row_sums = RowSums()
         # For torch.compile, which guards one string by one comparison, but every pair of modules that share an enum
         # member by an expression in Python: hundreds of them before each step of a large model.
+        # For the same reason `_member` is set here: a default of the class is looked for in every base class.
+        self._member = None
         named = (self.mode.value, self.activation.value, self.weight_element.value, str(self.q_min), str(self.q_max))
         self._plain_options: Any = " ".join(named)
 
@@ -135,6 +139,12 @@ class IntegerLinear(Sibling):
             scale, scope = scale * self.weight_factor, PerGroup(self.weight_group)
         return dequantize(self.weight, scale, scope=scope, element=kind, dtype=dtype, size=size)
 
+    def traced_tensors(self) -> Traced:
+        return self.weight, self.weight_scale, self.bias, self.weight_factor
+
+    def traced_settings(self) -> str:
+        return self._plain_options
+
     def _weight_sum(self) -> Tensor | None:
         """The weight's row sums, which activations with a zero point, or unsigned ones, need."""
         if self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8:
@@ -144,9 +154,7 @@ class IntegerLinear(Sibling):
         return self._row_sums(self.weight, self.weight_element, self.in_features)
 
     def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
-        """The kernels take f32 or the type of the result."""
-        bias = self.bias
-        return bias if bias is None or bias.dtype in (torch.float32, dtype) else bias.to(dtype)
+        return bias_as(self.bias, dtype)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         before = {name: self._buffers.get(name) for name in self._scales}
@@ -223,10 +231,10 @@ class QuantizedLinear(IntegerLinear):
         return cls._sized_as(linear, **options)._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
-        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
-            return y
         if _is_traced():
-            return self._forward_traced(under_autocast(x))
+            return traced_forward(self, x, dynamic_linear)
+        if self._member is not None and (y := self._member.share(self, x)) is not None:
+            return y
         if (y := self._launches(self, x)) is not None:
             return y
         x = under_autocast(x)
@@ -242,21 +250,6 @@ class QuantizedLinear(IntegerLinear):
             weight_factor=self.weight_factor,
             q_min=self.q_min,
             q_max=self.q_max,
-        )
-
-    def _forward_traced(self, x: Tensor) -> Tensor:
-        mode, activation, weight, low, high = self._plain_options.split(" ")
-        return quantized_linear(
-            x,
-            self.weight,
-            self.weight_scale,
-            self._bias_as(x.dtype),
-            mode=mode,
-            dtype=activation,
-            weight_element=weight,
-            weight_factor=self.weight_factor,
-            q_min=int(low),
-            q_max=int(high),
         )
 
 
@@ -316,15 +309,21 @@ class SmoothQuantLinear(IntegerLinear):
         return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
-        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
-            return y
+        if _is_traced():
+            y = traced_forward(self, x, static_linear)
+        elif self._member is not None and (shared := self._member.share(self, x)) is not None:
+            return shared
+        else:
+            y = self._forward(x)
+        return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
+
+    def _forward(self, x: Tensor) -> Tensor:
         if x.is_floating_point():
             x = under_autocast(x)
             dtype, x_q = x.dtype, self.quantize_input(x)
         else:
             dtype, x_q = self.dtype, x
-        traced = _is_traced()
-        y = smoothquant_linear(
+        return smoothquant_linear(
             x_q,
             self.weight,
             self.input_scale,
@@ -332,11 +331,16 @@ class SmoothQuantLinear(IntegerLinear):
             self._bias_as(dtype),
             act_zero_point=self.input_zero_point,
             dtype=dtype,
-            weight_element=self._plain_options.split(" ")[2] if traced else self.weight_element,
-            weight_sum=None if traced else self._weight_sum(),
+            weight_element=self.weight_element,
+            weight_sum=self._weight_sum(),
             weight_factor=self.weight_factor,
         )
-        return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y
+
+    def traced_tensors(self) -> Traced:
+        return (*super().traced_tensors(), self.input_scale, self.input_zero_point)
+
+    def traced_settings(self) -> str:
+        return f"{self._plain_options} {str(self.dtype).removeprefix('torch.')}"
 
     def _in_floats(self, x: Tensor) -> Tensor:
         """The same linear in floats, for its gradients, which pass straight through the rounding of x."""
@@ -346,9 +350,6 @@ class SmoothQuantLinear(IntegerLinear):
 
     def quantize_input(self, x: Tensor) -> Tensor:
         """The integers the matrix product sees."""
-        if _is_traced():
-            _, kind, _, low, high = self._plain_options.split(" ")
-            return quantize(x, self.input_scale, self.input_zero_point, dtype=kind, q_min=int(low), q_max=int(high))
         return quantize(
             x, self.input_scale, self.input_zero_point, dtype=self.activation, q_min=self.q_min, q_max=self.q_max
         )
@@ -379,19 +380,3 @@ def require_computable(
         QuantizeKind.QUANTIZED_LINEAR, (1, 1, k), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight,
         weight_group=weight_group,
     )  # fmt: skip
-
-
-def under_autocast(x: Tensor) -> Tensor:
-    """What autocast makes of a linear's input."""
-    dtype = autocast_dtype(x)
-    return x if x.dtype is dtype else x.type(dtype)  # x.to(dtype) in two thirds of the time
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The type autocast computes a matrix product of x in; x's own without autocast."""
-    if x.is_meta:  # autocast does not know meta tensors
-        return x.dtype
-    device = "cuda" if x.is_cuda else x.device.type  # x.is_cuda takes a fifth of the time of x.device
-    if not torch.is_autocast_enabled(device) or x.dtype is torch.float64:
-        return x.dtype
-    return torch.get_autocast_dtype(device)

@@ -11,8 +11,9 @@ from torch.nn import functional
 from ..core.problem import dynamic_range
 from ..core.scope import PerChannel, PerTensor, PerToken
 from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName
+from .autocast import under_autocast
 from .fake_quantize import FakeQuantize, Strategy
-from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear, under_autocast
+from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear
 from .observers import MovingAverage, Observer
 
 

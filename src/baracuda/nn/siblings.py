@@ -21,26 +21,16 @@ from ..dispatch.eager import transform_level
 
 #: How often in a row a result may go unused before siblings only watch whether they are called together again.
 PATIENCE = 3
-#: What siblings have computed while torch.compile traces them, by token: input, result, how many have yet to take it.
-#: Outside of a trace it is empty. It is not an attribute, since guards on one object behind many modules are slow.
-_TRACED: dict[int, tuple[Tensor, Tensor, int]] = {}
 #: The key of a module's list of the siblings among its children.
 _HELD = "_baracuda_siblings"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-_is_traced = torch.compiler.is_dynamo_compiling
+#: The tensors that a trace of a linear reads.
+Traced = tuple[Tensor | None, ...]
+
 _is_grad_enabled = torch.is_grad_enabled
 _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
-
-
-#: Whether siblings are shared inside a trace of torch.compile too: tried with torch 2.11 and 2.13. Older versions may break the
-#: graph where the parts are asked, so there a compiled model computes its linears one by one.
-_SHARED_IN_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-
-
-def asks_siblings() -> bool:
-    return _SHARED_IN_TRACES or not _is_traced()
 
 
 class Sibling(nn.Module):
@@ -52,7 +42,14 @@ class Sibling(nn.Module):
     unread: ClassVar[tuple[str, ...]] = ()
     in_features: int
     out_features: int
-    _member: Member | None = None
+    _member: Member | None = None  # not a submodule
+
+    def traced_tensors(self) -> Traced:
+        """What a trace of the forward reads, besides `traced_settings`."""
+        raise NotImplementedError
+
+    def traced_settings(self) -> str:
+        raise NotImplementedError
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._member is not None and (name in self._buffers or name in self._parameters):
@@ -95,19 +92,27 @@ class Sibling(nn.Module):
         return copied
 
 
-class Member:
-    """One linear's place among its siblings."""
+class Member(nn.Module):
+    """One linear's place among its siblings.
+
+    A module only because torch.compile checks what it has read from modules, dictionaries and tensors by their version
+    alone, and everything around any other object step by step, before each call.
+    """
 
     def __init__(self, siblings: Siblings, part: Sibling, index: int, start: int, count: int) -> None:
+        super().__init__()
         self.siblings, self.part, self.bit, self.count = siblings, weakref.ref(part), 1 << index, count
         self.start, self.size = start, part.out_features
-        #: All siblings as one linear; None while they are computed apart.
-        self.whole: Sibling | None = None
+        self.become(None)
+
+    def become(self, whole: Sibling | None) -> None:
+        """Be one of this linear over all siblings; None computes them apart. It is no submodule: it has no name."""
+        self.__dict__["whole"] = whole
+        #: What a trace reads of it: its tensors.
+        self.__dict__["traced"] = None if whole is None else whole.traced_tensors()
 
     def share(self, part: Sibling, x: Tensor) -> Tensor | None:
         """This linear's columns of what all siblings compute; None where it must compute them itself."""
-        if _is_traced():
-            return self._share_traced(x)
         siblings = self.siblings
         if type(x) is not Tensor or self.part() is not part or transform_level() is not None:
             return None
@@ -131,39 +136,20 @@ class Member:
         siblings.thread.entry = entry
         return self._columns(entry.y)
 
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def facts(self) -> str | None:
+        """What names the siblings in one trace, this one's place and their settings; None where they are apart.
+
+        Looked up while tracing, not guarded. Were the module an argument, it would be guarded, and no compiled code
+        would serve two layers.
+        """
+        siblings, whole = self.siblings, self.whole
+        if whole is None or siblings.why_apart() is not None or (_is_grad_enabled() and siblings.learns()):
+            return None
+        return f"{id(siblings)} {self.start} {self.size} {self.count} {whole.traced_settings()}"
+
     def _columns(self, y: Tensor | None) -> Tensor | None:
         return None if y is None else y.narrow(-1, self.start, self.size)
-
-    def _share_traced(self, x: Tensor) -> Tensor | None:
-        """The same inside torch.compile, whose trace knows when two names are one tensor.
-
-        That nothing writes to the tensor between two siblings was seen when they were merged: they are merged only
-        where one pass found it unchanged.
-        """
-        token = self._token()
-        if token is None or (_is_grad_enabled() and x.requires_grad):
-            return None
-        known = _TRACED.pop(token, None)
-        if known is not None and known[0] is x:
-            y, left = known[1], known[2] - 1
-        elif self.whole is None:
-            return None
-        else:
-            y, left = self.whole.forward(x), self.count - 1
-        if left:
-            _TRACED[token] = (x, y, left)
-        return y.narrow(-1, self.start, self.size)
-
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _token(self) -> int | None:
-        """What names the siblings in one trace; None where they are apart. Looked up while tracing, not guarded.
-
-        Were the module an argument, it would be guarded, and no compiled code would serve two layers.
-        """
-        siblings = self.siblings
-        if self.whole is None or siblings.why_apart() is not None:
-            return None
-        return None if _is_grad_enabled() and siblings.learns() else id(siblings)
 
 
 class _Entry(weakref.ref[Tensor]):
@@ -207,7 +193,7 @@ class Siblings:
         self.alike: list[tuple[dict[str, Any], str, Tensor, int]] = []
         start = 0
         for index, part in enumerate(parts):
-            part._member = Member(self, part, index, start, len(parts))
+            part.__dict__["_member"] = Member(self, part, index, start, len(parts))
             start += part.out_features
         held = parent.__dict__.setdefault(_HELD, [])
         held.append(self)
@@ -230,7 +216,7 @@ class Siblings:
         """Compute each linear by itself from now on, until tensors are moved or loaded again."""
         for part in self.members():
             if part._member is not None:
-                part._member.whole = None
+                part._member.become(None)
 
     def settle(self) -> None:
         """Stack the linears' tensors, unless they are stacked as they stand, or do not fit together."""
@@ -243,7 +229,7 @@ class Siblings:
             whole = self._stack(parts)
             for part in parts:
                 if part._member is not None:
-                    part._member.whole = whole
+                    part._member.become(whole)
 
     def _stack(self, parts: list[Sibling]) -> Sibling:
         """One linear over all rows; the parts get views of its tensors for their own."""

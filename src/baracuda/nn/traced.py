@@ -1,0 +1,112 @@
+"""Linears inside torch.compile.
+
+Before each call, compiled code checks everything that its trace has read from an object, and the device waits for it.
+So a trace calls the functions of this module, which are no methods, and reads tensors and strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..functional import quantize, quantized_linear, smoothquant_linear
+from .autocast import under_autocast
+from .siblings import Member, Traced
+
+if TYPE_CHECKING:
+    from .linear import IntegerLinear
+
+#: What siblings have computed while torch.compile traces them, by token: input, result, how many have yet to take it.
+#: Outside of a trace it is empty. It is not an attribute, since guards on one object behind many modules are slow.
+_TRACED: dict[str, tuple[Tensor, Tensor, int]] = {}
+
+_is_traced = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+
+#: Whether siblings are shared inside a trace too: tried with torch 2.11 and 2.13. Older versions may break the graph
+#: where the parts are asked, so there a compiled model computes its linears one by one.
+_SHARED_IN_TRACES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+def asks_siblings() -> bool:
+    return _SHARED_IN_TRACES or not _is_traced()
+
+
+def traced_forward(linear: IntegerLinear, x: Tensor, compute: Callable[[Tensor, Traced, str], Tensor]) -> Tensor:
+    """The forward of a linear inside torch.compile: together with its siblings, or by itself."""
+    member = linear._member
+    if member is not None and asks_siblings() and (y := share_traced(member, x, compute)) is not None:
+        return y
+    return compute(x, linear.traced_tensors(), linear.traced_settings())
+
+
+def share_traced(member: Member, x: Tensor, compute: Callable[[Tensor, Traced, str], Tensor]) -> Tensor | None:
+    """`Member.share` inside torch.compile, whose trace knows when two names are one tensor.
+
+    That nothing writes to the tensor between two siblings was seen when they were merged: they are merged only where
+    one pass found it unchanged.
+    """
+    facts = member.facts()
+    if facts is None or (_is_grad_enabled() and x.requires_grad):
+        return None
+    token, start, size, count, settings = facts.split(" ", 4)
+    known = _TRACED.pop(token, None)
+    if known is not None and known[0] is x:
+        y, left = known[1], known[2] - 1
+    elif member.traced is None:
+        return None
+    else:
+        y, left = compute(x, member.traced, settings), int(count) - 1
+    if left:
+        _TRACED[token] = (x, y, left)
+    return y.narrow(-1, int(start), int(size))
+
+
+def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
+    """The forward of a QuantizedLinear inside torch.compile."""
+    x = under_autocast(x)
+    weight, weight_scale, bias, weight_factor = tensors
+    mode, activation, kind, low, high = settings.split(" ")
+    assert weight is not None and weight_scale is not None
+    return quantized_linear(
+        x,
+        weight,
+        weight_scale,
+        bias_as(bias, x.dtype),
+        mode=mode,  # type: ignore[arg-type]
+        dtype=activation,
+        weight_element=kind,
+        weight_factor=weight_factor,
+        q_min=int(low),
+        q_max=int(high),
+    )
+
+
+def static_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
+    """The forward of a SmoothQuantLinear inside torch.compile."""
+    weight, weight_scale, bias, weight_factor, scale, zero_point = tensors
+    _, activation, kind, low, high, name = settings.split(" ")
+    assert weight is not None and weight_scale is not None and scale is not None
+    dtype = getattr(torch, name)
+    if x.is_floating_point():
+        x = under_autocast(x)
+        dtype, x = x.dtype, quantize(x, scale, zero_point, dtype=activation, q_min=int(low), q_max=int(high))
+    return smoothquant_linear(
+        x,
+        weight,
+        scale,
+        weight_scale,
+        bias_as(bias, dtype),
+        act_zero_point=zero_point,
+        dtype=dtype,
+        weight_element=kind,
+        weight_factor=weight_factor,
+    )
+
+
+def bias_as(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The kernels take f32 or the type of the result."""
+    return bias if bias is None or bias.dtype in (torch.float32, dtype) else bias.to(dtype)
