@@ -87,6 +87,10 @@ def checkpoint_scheme(name: str) -> tuple[Scheme, bool]:
     return named.stored or named.scheme, alias is not None and alias.smooth
 
 
+#: 8-bit experts of a mixture. No Linear has this scheme, so it has no name.
+EXPERTS = Scheme(activation=ActivationFormat("float"))
+
+
 def is_checkpoint_scheme(scheme: Scheme) -> bool:
     """Whether checkpoints of this scheme are written and read, whatever the size of its groups."""
     size = scheme.weight.group_size

@@ -30,6 +30,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8-static": {"scheme": "w8a8", "activations": "static"},
     "smoothquant": {"scheme": "w8a8-smoothquant"},
     "w4a16": {"scheme": "w4a16", "group_size": 32},
+    "w4a8": {"scheme": "w4a8", "group_size": 32},
 }
 #: What each model's Linears are called inside a layer.
 LAYERS = {
@@ -68,10 +69,11 @@ def assert_stored(stored: dict[str, torch.Tensor], module: str, group: dict[str,
     weights, inputs = group["weights"], group["input_activations"]
     parts = {name.removeprefix(f"{module}."): t for name, t in stored.items() if name.startswith(f"{module}.")}
     parts.pop("bias", None)
-    if weights["num_bits"] == 4:
+    if "weight_packed" in parts:
         n, k = parts["weight_shape"].tolist()
-        expected = {"weight_packed": (torch.int32, [n, k // 8]), "weight_shape": (torch.int64, [2])}
-        scale = [n, k // weights["group_size"]]
+        words = k * weights["num_bits"] // 32
+        expected = {"weight_packed": (torch.int32, [n, words]), "weight_shape": (torch.int64, [2])}
+        scale = [n, k // (weights["group_size"] or k)]
     else:
         expected = {"weight": (torch.int8, list(parts["weight"].shape))}
         scale = [parts["weight"].shape[0], 1]
@@ -86,13 +88,13 @@ def assert_stored(stored: dict[str, torch.Tensor], module: str, group: dict[str,
 def test_what_is_written_follows_the_rules_of_vllms_loader(name: str, scheme: str, tmp_path: Path) -> None:
     models.save(name, tmp_path / "model")
     tokens = models.tokens(tmp_path / "tokens.safetensors")
-    calibration = None if scheme in ("w8a8", "w4a16") else tokens
+    calibration = None if scheme in ("w8a8", "w4a16", "w4a8") else tokens
     quantize_checkpoint(
         tmp_path / "model", tmp_path / "out", calibration=calibration, allow_float=True, **SCHEMES[scheme]
     )
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     stored = read_tensors(tmp_path / "out" / "model.safetensors")
-    group = assert_known_scheme(config)
+    group, experts = assert_known_schemes(config, name in EXPERTS)
     for layer in (f"model.layers.{i}.{leaf}" for i in range(2) for leaf in LAYERS[name]):
         assert not any(ignored(config, shard) for shard in [layer, *shards(layer)])
         for shard in shards(layer):
@@ -102,24 +104,33 @@ def test_what_is_written_follows_the_rules_of_vllms_loader(name: str, scheme: st
         assert ignored(config, router) and stored[f"{router}.weight"].is_floating_point()
     assert ignored(config, "lm_head")
     if name in EXPERTS:
-        assert_experts(config, stored, group, *EXPERTS[name])
+        assert_experts(config, stored, experts, *EXPERTS[name])
 
 
-def assert_known_scheme(config: dict[str, Any]) -> dict[str, Any]:
-    """One group for all Linears, of a kind vLLM has a kernel for."""
+def assert_known_schemes(config: dict[str, Any], mixture: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The groups of Linears and of experts, which may be the same, of kinds vLLM has kernels for."""
     assert config["quant_method"] == "compressed-tensors" and config["quantization_status"] == "compressed"
-    (group,) = config["config_groups"].values()
+    default, *others = config["config_groups"].values()
+    assert default["targets"] == ["Linear"] and len(others) <= int(mixture)
+    group = others[0] if others else default
+    for one in (default, *others):
+        weights, inputs = one["weights"], one["input_activations"]
+        assert set(weights) == ARGUMENTS and (inputs is None or set(inputs) == ARGUMENTS)
+        assert weights["type"] == "int" and weights["symmetric"] and not weights["dynamic"]
+        assert inputs is None or (inputs["num_bits"], inputs["type"], inputs["symmetric"]) == (8, "int", True)
+        assert one["output_activations"] is None
     weights, inputs = group["weights"], group["input_activations"]
-    assert group["targets"] == ["Linear"] and group["output_activations"] is None
-    assert set(weights) == ARGUMENTS and (inputs is None or set(inputs) == ARGUMENTS)
-    assert weights["type"] == "int" and weights["symmetric"] and not weights["dynamic"]
+    format = group.get("format", config["format"])
     if weights["num_bits"] == 4:
-        assert config["format"] == "pack-quantized" and weights["strategy"] == "group" and inputs is None
+        assert format == "pack-quantized" and weights["strategy"] == "group"
+        assert inputs is None or (inputs["strategy"], inputs["dynamic"]) == ("token", True)
     else:
-        assert config["format"] == "int-quantized" and weights["strategy"] == "channel"
-        assert (inputs["num_bits"], inputs["type"], inputs["symmetric"]) == (8, "int", True)
+        assert format == "int-quantized" and weights["strategy"] == "channel"
         assert (inputs["strategy"], inputs["dynamic"]) in (("token", True), ("tensor", False))
-    return group  # type: ignore[no-any-return]
+    if mixture:  # vLLM's kernels for packed experts take float activations
+        assert default["input_activations"] is None
+        assert default.get("format", config["format"]) == "pack-quantized"
+    return group, default
 
 
 def assert_experts(
@@ -128,10 +139,8 @@ def assert_experts(
     """All of one kind, and found under the names vLLM asks for."""
     for layer in range(2):
         prefix = f"model.layers.{layer}.{block}.experts"
-        asked = {ignored(config, f"{prefix}.0.{leaf}") for leaf in ("gate_proj", "up_proj", "down_proj")}
-        assert asked == {ignored(config, prefix)} == {group["weights"]["num_bits"] == 8}
+        patterns = [t for one in config["config_groups"].values() for t in one["targets"] if t.startswith("re:")]
+        for module in [prefix, *(f"{prefix}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj", *names))]:
+            assert not ignored(config, module) and not any(re.match(pattern[3:], module) for pattern in patterns)
         for module in (f"{prefix}.{expert}.{leaf}" for expert in range(4) for leaf in names):
-            if asked == {True}:
-                assert stored[f"{module}.weight"].is_floating_point() and f"{module}.weight_scale" not in stored
-            else:
-                assert_stored(stored, module, group)
+            assert_stored(stored, module, group)

@@ -8,7 +8,7 @@ from typing import Any
 from ...core.types import ElementKind
 from ...schemes import ActivationFormat, Choice, Recipe, Scheme, WeightFormat
 from ...schemes.formats import ActivationKind
-from ...schemes.registry import is_checkpoint_scheme
+from ...schemes.registry import EXPERTS, is_checkpoint_scheme
 from ..errors import FlowError, require_pattern
 from .storage import Storage
 
@@ -31,7 +31,8 @@ def quantization_config(recipe: Recipe, ignore: list[str]) -> dict[str, Any]:
 def _config(groups: list[tuple[list[str], Scheme]], ignore: list[str]) -> dict[str, Any]:
     formats = list(dict.fromkeys(Storage(scheme).format for _, scheme in groups))
     written = {f"group_{i}": _group(targets, scheme) for i, (targets, scheme) in enumerate(groups)}
-    if len(formats) > 1:
+    # compressed-tensors would take packed weights with integer activations for unpacked ones, unless a group says so.
+    if len(formats) > 1 or any(Storage(s).packed and s.activation.kind != "float" for _, s in groups):
         written = {
             name: group | {"format": Storage(scheme).format}
             for (name, group), (_, scheme) in zip(written.items(), groups, strict=True)
@@ -86,6 +87,8 @@ def parse_config(config: dict[str, Any]) -> Recipe:
             raise FlowError("expected compressed-tensors' symmetric weights of target Linear")
         ignore = config["ignore"]
         schemes = [_parse_group(group) for group in groups]
+        if EXPERTS in schemes[1:] or schemes == [EXPERTS]:
+            raise FlowError("quantization_config: 8-bit weights without activations are read for experts only")
         if not isinstance(ignore, list) or not all(isinstance(pattern, str) for pattern in ignore):
             raise FlowError(f"quantization_config: its ignore should be a list of names, got {str(ignore)[:80]}")
         targets = [list(group["targets"]) for group in groups]
@@ -98,10 +101,16 @@ def parse_config(config: dict[str, Any]) -> Recipe:
         expected = _config(pairs, ignore)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise FlowError("quantization_config: not the layout of compressed-tensors as baracuda writes it") from None
-    for key in ("format", "config_groups"):
-        if config.get(key) != expected[key]:
-            raise FlowError(f"quantization_config: its {key} is not one baracuda reads")
+    if config.get("format") != expected["format"]:
+        raise FlowError("quantization_config: its format is not one baracuda reads")
+    if _with_formats(config) != _with_formats(expected):
+        raise FlowError("quantization_config: its config_groups is not one baracuda reads")
     return recipe
+
+
+def _with_formats(config: dict[str, Any]) -> dict[str, Any]:
+    """The groups, each with its format: one that names none has that of the file."""
+    return {name: {"format": config["format"]} | group for name, group in config["config_groups"].items()}
 
 
 def _parse_group(group: dict[str, Any]) -> Scheme:
@@ -112,6 +121,6 @@ def _parse_group(group: dict[str, Any]) -> Scheme:
     kind: ActivationKind = "float" if inputs is None else "dynamic" if inputs["dynamic"] else "static"
     element = ElementKind.S4 if bits == 4 else ElementKind.S8
     scheme = Scheme(WeightFormat(element, size), ActivationFormat(kind))
-    if not is_checkpoint_scheme(scheme):
+    if scheme != EXPERTS and not is_checkpoint_scheme(scheme):
         raise FlowError("quantization_config: its config_groups is not one baracuda reads")
     return scheme

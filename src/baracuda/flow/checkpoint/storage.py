@@ -16,10 +16,9 @@ from .tensorfile import Entry
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: What a scheme may store under the name of a Linear, besides its bias.
 STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale", "weight_zero_point")
-#: 4-bit integers in an int32.
-_PER_WORD = 8
-#: compressed-tensors stores value + 8, baracuda two's complement: the same nibbles, the top bit of each flipped.
-_FLIP = 0x88
+#: Bits -> what turns the bytes of two's complement into those of compressed-tensors, and back: it stores value + 8, or
+#: value + 128, which is the same bits with the top one of each integer flipped.
+_FLIP = {4: 0x88, 8: 0x80}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +29,12 @@ class Storage:
 
     @property
     def packed(self) -> bool:
-        """4-bit weights are stored eight in an int32, 8-bit ones one in an int8. Activations have no part in this."""
-        return self.scheme.weight.element.is_packed
+        """Whether integers are stored several in an int32: 4-bit ones, and 8-bit ones of weight-only layers."""
+        return self.scheme.weight.element.is_packed or self.scheme.activation.kind == "float"
+
+    @property
+    def _per_word(self) -> int:
+        return 32 // self.scheme.weight.bits if self.packed else 1
 
     @property
     def format(self) -> str:
@@ -44,10 +47,10 @@ class Storage:
 
     def columns(self, integers: Entry) -> int:
         """The columns of the weight whose integers these are."""
-        return integers.shape[1] * (_PER_WORD if self.packed else 1)
+        return integers.shape[1] * self._per_word
 
     def integers_shape(self, n: int, k: int) -> tuple[int, int]:
-        return n, k // _PER_WORD if self.packed else k
+        return n, k // self._per_word
 
     def declines(self, entry: Entry) -> str | None:
         """Why this weight stays as it is, or None."""
@@ -60,6 +63,8 @@ class Storage:
             usable = usable_size([entry.shape[1]], size)
             remedy = f"; --group-size {usable} divides them" if usable is not None else ""
             return f"its {entry.shape[1]} columns are not a multiple of the group size {size}{remedy}"
+        if entry.shape[1] % self._per_word:
+            return f"its {entry.shape[1]} columns are not a multiple of {self._per_word}, which are packed together"
         return None
 
     def entries(self, module: str, weight: Entry) -> list[Entry]:
@@ -105,14 +110,16 @@ class Storage:
             raise FlowError("the method gave zero points, which symmetric formats do not store; use another method")
         scale = made.segment_scale
         scale = scale.unsqueeze(1) if scale.ndim == 1 else scale
-        q = made.q.bitwise_xor_(_FLIP).view(torch.int32) if self.packed else made.q  # in place: nobody else reads it
+        q = made.q
+        if self.packed:  # in place: nobody else reads it
+            q = q.view(torch.uint8).bitwise_xor_(_FLIP[self.scheme.weight.bits]).view(torch.int32)
         return {self.integers: q, "weight_scale": scale}
 
     def dequantize(self, stored: dict[str, Tensor]) -> Tensor:
         """The f32 weight that stored rows stand for."""
         format, q, scale = self.scheme.weight, stored[self.integers], stored["weight_scale"].float()
         if self.packed:
-            q = q.contiguous().view(torch.uint8) ^ _FLIP
+            q = (q.contiguous().view(torch.uint8) ^ _FLIP[format.bits]).view(format.element.dtype)
         if format.group_size is None:
             scale = scale.squeeze(1)
         return dequantize(q, scale, scope=format.scope, element=format.element)
@@ -126,12 +133,15 @@ class Storage:
         """
         groups, found = (rows.float().view(*scale.shape, -1) for rows in (original, restored))
         largest, stored, single = self.scheme.weight.range[1], torch.finfo(scale.dtype), torch.finfo(torch.float32)
-        half = torch.minimum(scale.float() / 2, groups.abs().amax(-1) / largest)[..., None]
+        needed = groups.abs().amax(-1)
+        # Groups of one scale throughout a row are a channel, stored in groups: the row's largest value has set it.
+        needed = torch.where((scale == scale[:, :1]).all(1, keepdim=True), needed.amax(1, keepdim=True), needed)
+        half = torch.minimum(scale.float() / 2, needed / largest)[..., None]
         # Scales are normal f32 numbers, and in a type of few exponents multiples of its smallest one.
         least = max(single.tiny, largest * stored.tiny * stored.eps)
         allowed = half + (half + found.abs()) * max(stored.eps, single.eps) + least
         near = (found - groups).abs() <= allowed
-        if not self.packed:
+        if not self.scheme.weight.element.is_packed:
             return bool(near.all())
         edge = torch.where(found < 0, largest + 1, largest) * scale.float()[..., None]
         clipped = (found.abs() >= edge) & (groups * found.sign() >= edge) & (groups.abs() <= 2 * edge)

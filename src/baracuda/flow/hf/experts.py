@@ -1,23 +1,31 @@
 """Experts of a mixture: each is a matrix in the checkpoint, and a slice of one stacked tensor in transformers' model.
 
 transformers' reader of compressed-tensors collects experts from `weight_packed`, `weight_scale` and `weight_shape`, and
-from no other names. All readers therefore read 4-bit experts. Beside 8-bit weights that reader finds neither int8 nor
-float experts, so experts stay in floating point there, which servers and baracuda.load read.
+from no other names; vLLM's kernels for packed experts take float activations. Experts are therefore weight-only and
+packed in every scheme. Their scheme is the default of the config, where readers look for it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...schemes import ActivationFormat, Scheme
 from ..checkpoint.storage import Storage
 
 #: What packed experts are stored as; a plain weight is one that stayed in floating point.
 SERIALIZED = ("weight_packed", "weight_scale", "weight_shape", "weight")
+
+
+def weight_only(scheme: Scheme) -> Scheme:
+    """The scheme of the experts of a model whose Linears have this one: the same weights, float activations."""
+    weight = replace(scheme.weight, factors=False)  # which integer linears alone need
+    return replace(scheme, weight=weight, activation=ActivationFormat("float"))
 
 
 def stacked_experts(model: nn.Module) -> Callable[[str], bool]:

@@ -52,8 +52,8 @@ class Structure:
         if any(EXPERT.match(module) for module in self.left):
             notes.append(
                 "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-                "compressed-tensors looks for packed experts only and would start with random ones. --scheme w4a16, "
-                "with a --group-size that divides their columns, packs them, and everybody reads those."
+                "compressed-tensors looks for packed experts only and would start with random ones. Everybody reads "
+                "quantized ones: do not ignore them, and give 4-bit schemes a --group-size that divides their columns."
             )
         if self.unopened is not None:
             notes.append(f"transformers' own reader of compressed-tensors cannot open this checkpoint: {self.unopened}")

@@ -105,8 +105,8 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str, **options
     return model
 
 
-#: 4-bit experts are read through a hook that transformers has since 5.8.
-_OLD = "; 4-bit experts need transformers 5.8 or newer"
+#: Quantized experts are read through a hook that transformers has since 5.8.
+_OLD = "; quantized experts need transformers 5.8 or newer"
 
 
 def _lacks_experts(missing: list[str]) -> bool:

@@ -14,7 +14,7 @@ from ..checkpoint.groups import fitting
 from ..checkpoint.storage import FLOATS, Storage
 from ..checkpoint.tensorfile import Entry
 from ..errors import CheckpointError, FlowError, some
-from .experts import stacked_experts, unstacked_experts
+from .experts import stacked_experts, unstacked_experts, weight_only
 from .layers import EXPERT, EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, NOT_STORED, Structure
 from .names import cuts_weights, match_names
 from .skeleton import SHARED, skeleton, stay_float, tied_weights
@@ -265,16 +265,19 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> S
 
 
 def _take_experts(structure: Structure, model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> None:
-    """Quantize all experts or none, since readers look for one kind of them; and only as packed ones, see `experts`."""
+    """Quantize all experts or none, since readers look for one kind of them."""
     known = stacked_experts(model)
     experts = {tensor: tensor.removesuffix(".weight") for tensor in source.where if known(tensor)}
     entries = [source.entry(tensor) for tensor in experts]
     choices = {module: recipe.of(module) for module in experts.values()}
-    # Servers have one group size for all experts.
-    fits = {module: Choice(fitted(choice.scheme, entries), choice.method) for module, choice in choices.items()}
+    # Servers have one scheme, and with it one group size, for all experts.
+    fits = {m: Choice(fitted(weight_only(c.scheme), entries), c.method) for m, c in choices.items()}
+    if len({choice.scheme for choice in fits.values()}) > 1:
+        raise FlowError(
+            "the recipe gives experts of the model different schemes: readers look for experts of one kind; write "
+            "patterns that match all experts or none"
+        )
     storages = {module: Storage(choice.scheme) for module, choice in fits.items()}
-    if not all(storage.packed for storage in storages.values()):
-        return
     structure.choices |= fits
     reasons = {module: storages[module].declines(source.entry(tensor)) for tensor, module in experts.items()}
     declined = next(((module, why) for module, why in reasons.items() if why is not None), None)
