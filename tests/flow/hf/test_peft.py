@@ -15,10 +15,10 @@ peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "w4a8"])
 def test_an_adapter_trains_beside_integer_linears(scheme: str, tmp_path: Path) -> None:
     models.save("llama", tmp_path / "model")
-    group = {"group_size": 32} if scheme == "w4a16" else {}
+    group = {} if scheme == "w8a8" else {"group_size": 32}
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **group)
     base = baracuda.load(tmp_path / "out")
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}

@@ -53,6 +53,7 @@ CASES = {
     "w8a8": ({"scheme": "w8a8"}, QuantizedLinear),
     "static": ({"scheme": "w8a8", "activations": "static"}, SmoothQuantLinear),
     "w4a16": ({"scheme": "w4a16", "group_size": 32}, PackedLinear),
+    "w4a8": ({"scheme": "w4a8", "group_size": 32}, QuantizedLinear),
 }
 
 
@@ -91,7 +92,7 @@ def test_a_variable_leaves_reading_to_transformers(
     assert count(model, QuantizedLinear) == 0 and type(model.hf_quantizer).__name__ == "CompressedTensorsHfQuantizer"
 
 
-@pytest.mark.parametrize("case", ["w8a8", "w4a16"])
+@pytest.mark.parametrize("case", ["w8a8", "w4a16", "w4a8"])
 def test_a_float_model_is_quantized_while_it_is_loaded_with_the_bits_of_a_checkpoint(
     case: str, llama: Path, tmp_path: Path
 ) -> None:
@@ -137,11 +138,14 @@ def test_a_loaded_model_is_saved_as_it_was_read(case: str, llama: Path, tmp_path
     assert first == second
 
 
-def test_a_quantize_modeled_model_is_saved_as_one_that_is_read_back(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_a_quantize_modeled_model_is_saved_as_one_that_is_read_back(scheme: str, llama: Path, tmp_path: Path) -> None:
+    """Four bits with one scale a channel are stored as groups of that scale."""
     model = read(llama)
-    baracuda.quantize_model(model, "w8a8", ignore=["lm_head"])
+    baracuda.quantize_model(model, scheme, ignore=["lm_head"])
     again = round_trip(model, tmp_path / "out", llama)
-    assert count(again, QuantizedLinear) == LINEARS
+    assert count(again, QuantizedLinear) == count(model, QuantizedLinear) == LINEARS
+    assert again.model.layers[0].mlp.up_proj.weight_group == (32 if scheme == "w4a8" else 0)
 
 
 def test_a_part_of_a_model_that_was_quantized_is_saved_too(llama: Path, tmp_path: Path) -> None:
@@ -166,17 +170,17 @@ def test_a_model_quantized_while_it_was_loaded_is_saved(llama: Path, tmp_path: P
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
 def test_a_mixture_is_saved_with_float_experts(scheme: str, tmp_path: Path) -> None:
-    if scheme == "w4a16" and not hasattr(transformers.quantizers.HfQuantizer, "update_weight_conversions"):
-        pytest.skip("4-bit experts need transformers 5.8")
+    if not hasattr(transformers.quantizers.HfQuantizer, "update_weight_conversions"):
+        pytest.skip("quantized experts need transformers 5.8")
     models.save("mixtral", tmp_path / "model")
     group = {"group_size": 32} if scheme == "w4a16" else {}
-    quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **group)
-    round_trip(baracuda.load(tmp_path / "out"), tmp_path / "again", tmp_path / "model", strict=scheme == "w8a8")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **group)
+    round_trip(baracuda.load(tmp_path / "out"), tmp_path / "again", tmp_path / "model", strict=False)
 
 
 def test_what_no_reader_reads_is_not_saved(llama: Path, tmp_path: Path) -> None:
     model = read(llama)
-    baracuda.quantize_model(model, "w4a8", ignore=["lm_head"])
+    baracuda.quantize_model(model, "w4a4", ignore=["lm_head"])
     with pytest.raises(FlowError, match=r"q_proj: .* has no layout in checkpoints; expected symmetric w8a8"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -216,6 +220,18 @@ def trained(llama: Path, rate: float = 1e-5, **options: Any) -> Any:
         model(models.prompt(), labels=models.prompt()).loss.backward()
         optimizer.step()
     return model.eval()
+
+
+def test_trained_scales_of_four_bits_are_the_ones_that_are_saved(llama: Path, tmp_path: Path) -> None:
+    model = trained(llama, scheme="w4a8")
+    baracuda.save(model, tmp_path / "out")
+    assert verify(tmp_path / "out") == []
+    stored = read_tensors(tmp_path / "out" / "model.safetensors")
+    linear = model.model.layers[0].mlp.down_proj
+    scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
+    assert torch.equal(scale, linear.weight_fake_quantize.scale.detach().reshape(-1, 1).expand(-1, 96 // 32))
+    assert isinstance(linear, baracuda.nn.QATLinear), "the model stays as it was"
+    assert models.relative(logits(model), logits(baracuda.load(tmp_path / "out"))) < 0.05
 
 
 @pytest.mark.parametrize("static", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from ..checkpoint.fusion import fused_with
 from ..checkpoint.targets import layer_recipe
 from ..errors import FlowError, some
 from .packed import PackedLinear
+from .repack import stored_groups
 from .structure import stored_structure
 
 
@@ -48,24 +49,25 @@ def save(model: nn.Module, out: str | Path, **options: Any) -> None:
 
 def require_savable(model: nn.Module) -> list[str]:
     """The names of the model's integer linears; raises where one of them has no place in a checkpoint."""
-    found = []
+    found, groups = [], stored_groups(model)
     for name, module in model.named_modules():
         if isinstance(module, QATLinear | FakeQuantize):
             raise FlowError(
                 f"{name}: a {type(module).__name__}, which is for training; baracuda.save writes the integer linears "
                 "that it trains for, baracuda.convert puts them in its place"
             )
-        if isinstance(module, IntegerLinear) and not is_checkpoint_scheme(scheme_of(module)):
+        if isinstance(module, IntegerLinear) and not is_checkpoint_scheme(scheme_of(module, groups.get(name))):
             raise FlowError(
-                f"{name}: {module} has no layout in checkpoints; expected symmetric w8a8, dynamic or static, or w4a16; "
-                "quantize the model with one of these, or keep its state_dict() with torch.save"
+                f"{name}: {module} has no layout in checkpoints; expected symmetric w8a8, dynamic or static, w4a8 with "
+                "columns in multiples of 32, or w4a16; quantize the model with one of these, or keep its state_dict() "
+                "with torch.save"
             )
         if isinstance(module, IntegerLinear | PackedLinear):
             found.append(name)
     return found
 
 
-def scheme_of(module: IntegerLinear) -> Scheme:
+def scheme_of(module: IntegerLinear, group_size: int | None = None) -> Scheme:
     """What an integer linear computes; ranges that are the scheme's own are not named.
 
     Servers clamp static activations at -128. Linears that were trained with -127 as their lowest integer count as the
@@ -76,17 +78,21 @@ def scheme_of(module: IntegerLinear) -> Scheme:
     own = module.q_min, module.q_max
     same = own == (usual.q_min, usual.q_max) or (kind == "static" and own == (-127, 127))
     ends = (None, None) if same else own
-    weight = WeightFormat(module.weight_element)
+    weight = WeightFormat(module.weight_element, group_size)
     return Scheme(weight, ActivationFormat(kind, module.activation, module.mode, *ends))  # type: ignore[arg-type]
 
 
-def describe_saved(directory: str | os.PathLike[str]) -> None:
-    """Write the quantization_config that the files of a saved model call for into its config.json."""
+def describe_saved(directory: str | os.PathLike[str], integer_inputs: Collection[str] = ()) -> None:
+    """Write the quantization_config that the files of a saved model call for into its config.json.
+
+    `integer_inputs` names the modules with packed weights whose activations are integers: the files do not tell.
+    """
     out = Path(directory)
     with Checkpoint.open(out) as stored:
-        schemes = {name.rpartition(".")[0]: None for name in stored.where if name.endswith(".weight_scale")}
-        found = {module: _stored_scheme(stored, module) for module in schemes}
-        structure = stored_structure(stored, list(found))
+        modules = list({name.rpartition(".")[0]: None for name in stored.where if name.endswith(".weight_scale")})
+        structure = stored_structure(stored, modules)
+        integers = {module for module in modules if structure.modules.get(module, module) in integer_inputs}
+        found = {module: _stored_scheme(stored, module, module in integers) for module in modules}
         config = dict(stored.config)
     if not found:
         raise FlowError(f"{out}: expected integer linears in the files that were written, found none")
@@ -98,12 +104,12 @@ def describe_saved(directory: str | os.PathLike[str]) -> None:
     require_stored(out, recipe)
 
 
-def _stored_scheme(stored: Checkpoint, module: str) -> Scheme:
+def _stored_scheme(stored: Checkpoint, module: str, integer_inputs: bool) -> Scheme:
     """The scheme of a Linear by the tensors under its name."""
     if f"{module}.weight_packed" in stored.where:
         columns = stored.entry(f"{module}.weight_packed").shape[1] * 8
         size = columns // stored.entry(f"{module}.weight_scale").shape[1]
-        return Scheme(WeightFormat(ElementKind.S4, size), ActivationFormat("float"))
+        return Scheme(WeightFormat(ElementKind.S4, size), ActivationFormat("dynamic" if integer_inputs else "float"))
     kind = "static" if f"{module}.input_scale" in stored.where else "dynamic"
     return Scheme(WeightFormat(), ActivationFormat(kind))  # type: ignore[arg-type]
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..checkpoint.config import parse_config
 from ..errors import FlowError
+from .repack import repacked
 from .save import describe_saved, require_savable
 
 VARIABLE = "BARACUDA_TRANSFORMERS"
@@ -71,9 +72,10 @@ def describing(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
                 "save_pretrained(push_to_hub=True): a model with integer linears is described when its files are "
                 "written; save it first, then upload the directory with `hf upload`"
             )
-        result = save_pretrained(self, save_directory, *args, **kwargs)
+        with repacked(self) as integer_inputs:
+            result = save_pretrained(self, save_directory, *args, **kwargs)
         if kwargs.get("is_main_process", True):
-            describe_saved(save_directory)
+            describe_saved(save_directory, integer_inputs)
         return result
 
     return save
