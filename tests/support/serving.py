@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], bool]] = {
     "smoothquant": ({"scheme": "w8a8-smoothquant"}, True),
     "smoothquant-static": ({"scheme": "w8a8-smoothquant", "activations": "static"}, True),
     "w4a16": ({"scheme": "w4a16", "group_size": 32}, False),
+    "w4a8": ({"scheme": "w4a8", "group_size": 32}, False),
 }
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24], [150, 3, 90])
 NEW_TOKENS = 6
@@ -37,23 +40,34 @@ class Answer:
     likely: list[dict[int, float]]
 
 
-def checkpoint(name: str, scheme: str, directory: Path) -> Path:
-    """A quantized model, with a tokenizer whose words are `w3`, `w4` and so on; made once for a directory."""
-    source, out = directory / name, directory / f"{name}-{scheme}"
+def checkpoint(name: str, scheme: str, directory: Path, experts: bool = True) -> Path:
+    """A quantized model, with a tokenizer whose words are `w3`, `w4` and so on; made once for a directory.
+
+    Without `experts` those of a mixture stay float: vLLM's kernels for quantized ones need a GPU, or a CPU with AMX.
+    """
+    source, out = directory / name, directory / f"{name}-{scheme}{'' if experts else '-float-experts'}"
     if not source.exists():
         models.save(name, source, **SIZES)
         tokenizer().save_pretrained(source)
         models.tokens(directory / "tokens.safetensors")
     if not out.exists():
         options, calibrated = SCHEMES[scheme]
-        quantize_checkpoint(
-            source,
-            out,
-            calibration=directory / "tokens.safetensors" if calibrated else None,
-            allow_float=True,
-            **options,
-        )
+        calibration = directory / "tokens.safetensors" if calibrated else None
+        ignore = () if experts else ("*.experts.*",)
+        quantize_checkpoint(source, out, calibration=calibration, ignore=ignore, allow_float=True, **options)
     return out
+
+
+def with_float_activations(out: Path) -> Path:
+    """A checkpoint of the same weights whose config leaves activations in floating point."""
+    copy = out.with_name(f"{out.name}-float-activations")
+    if not copy.exists():
+        shutil.copytree(out, copy)
+        config = json.loads((copy / "config.json").read_text())
+        for group in config["quantization_config"]["config_groups"].values():
+            group["input_activations"] = None
+        (copy / "config.json").write_text(json.dumps(config))
+    return copy
 
 
 def tokenizer() -> Any:

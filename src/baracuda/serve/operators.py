@@ -69,6 +69,13 @@ def int4_linear(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | 
     return functional.linear(x, whole, _as(bias, x))
 
 
+def int4_int8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, weight_factor: Tensor
+) -> Tensor:
+    """x @ W.T + bias, x quantized per token to s8, s4 weights in groups whose scales are `weight_scale * factor`."""
+    return quantized_linear(x, weight, weight_scale, _as(bias, x), weight_element="s4", weight_factor=weight_factor)
+
+
 @lru_cache(maxsize=4096)
 def has_kernel(device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, group_size: int) -> bool:
     """Whether something faster than the reference multiplies floats by 4-bit weights of this shape."""
@@ -91,6 +98,7 @@ _SCHEMAS = {
     int8_linear: f"{_WEIGHTS}, Tensor? weight_sum, bool asymmetric",
     int8_static_linear: f"{_WEIGHTS}, Tensor? weight_sum, Tensor input_scale, Tensor? input_zero_point",
     int4_linear: f"{_WEIGHTS}, int group_size",
+    int4_int8_linear: f"{_WEIGHTS}, Tensor weight_factor",
 }
 for _function, _arguments in _SCHEMAS.items():
     _name = _function.__name__

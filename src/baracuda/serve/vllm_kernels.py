@@ -5,6 +5,8 @@ vLLM loads the checkpoint into parameters in compressed-tensors' layout, asks a 
 
 from __future__ import annotations
 
+import functools
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,12 +19,17 @@ from vllm.platforms import current_platform
 from vllm.scalar_type import scalar_types
 
 from ..core.errors import BaracudaError
-from ..core.types import BackendKind
+from ..core.types import BackendKind, ElementKind
 from ..plans.declarations import QuantizedLinearPlan
 from ..plans.descriptors import QuantizedLinearDescriptor
+from ..schemes.search import split_factors
 from . import operators
 
 logger = init_logger("vllm.baracuda")
+#: Whether the layer that vLLM is making quantizes its activations, too.
+_INTEGER_INPUTS: ContextVar[bool] = ContextVar("integer_inputs", default=False)
+#: Where a layer keeps the integer factors of its groups.
+FACTOR = "baracuda_weight_factor"
 #: Support, and the reason where there is none.
 Answer = tuple[bool, str | None]
 
@@ -32,15 +39,7 @@ class BaracudaInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc]
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Wherever baracuda has a kernel: the reference would be right, but slow."""
-        device = torch.device(current_platform.device_type)
-        try:
-            plan = QuantizedLinearPlan.select(QuantizedLinearDescriptor(m=16, c_out=128, k=128), device=device)
-        except BaracudaError as error:
-            return False, f"is not supported: {error}"
-        if plan.sku().backend is BackendKind.REFERENCE:
-            return False, f"is not supported: baracuda has only its reference on {device}; `baracuda info` says why"
-        return True, None
+        return _has_kernel(QuantizedLinearDescriptor(m=16, c_out=128, k=128))
 
     @classmethod
     def can_implement(cls, c: Any) -> Answer:
@@ -92,14 +91,18 @@ class BaracudaInt4LinearKernel(MPLinearKernel):  # type: ignore[misc]
     def can_implement(cls, c: Any) -> Answer:
         if c.weight_type != scalar_types.uint4b8 or c.zero_points:
             return False, f"baracuda computes symmetric 4-bit weights, not {c.weight_type}"
-        columns = c.partition_weight_shape[0]
-        size = columns if c.group_size == -1 else c.group_size
+        columns, size = c.partition_weight_shape[0], _group_size(c)
         if size % 8 or columns % size:
             return False, f"baracuda wants groups of a multiple of 8 that divide the {columns} columns, got {size}"
         return True, None
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
-        packed, scale = getattr(layer, self.w_q_name), getattr(layer, self.w_s_name)
+        self._take_integers(layer)
+        _replace(layer, self.w_s_name, getattr(layer, self.w_s_name).data.contiguous())
+        _tell("W4A16 linears run in baracuda on %s", current_platform.device_type)
+
+    def _take_integers(self, layer: nn.Module) -> None:
+        packed = getattr(layer, self.w_q_name)
         if (packed.input_dim, packed.packed_dim) != (1, 1):
             raise ValueError(
                 f"expected compressed-tensors' layout, rows packed along columns, got input_dim {packed.input_dim} and "
@@ -107,14 +110,88 @@ class BaracudaInt4LinearKernel(MPLinearKernel):  # type: ignore[misc]
             )
         # Stored offset by 8; flipping the top bit of each nibble gives two's complement.
         _replace(layer, self.w_q_name, packed.data.contiguous().view(torch.uint8) ^ 0x88)
-        _replace(layer, self.w_s_name, scale.data.contiguous())
-        _tell("W4A16 linears run in baracuda on %s", current_platform.device_type)
 
     def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         weight, scale, _ = self._get_weight_params(layer)
-        columns = self.config.partition_weight_shape[0]
-        size = columns if self.config.group_size == -1 else self.config.group_size
-        return operators.call.int4_linear(x, weight, scale, bias, size)  # type: ignore[no-any-return]
+        return operators.call.int4_linear(x, weight, scale, bias, _group_size(self.config))  # type: ignore[no-any-return]
+
+
+class BaracudaW4A8LinearKernel(BaracudaInt4LinearKernel):
+    """W4A8: the same weights, with integer activations. vLLM's own kernels leave the activations float."""
+
+    @classmethod
+    def can_implement(cls, c: Any) -> Answer:
+        if not _INTEGER_INPUTS.get():
+            return False, "this kernel is for layers whose activations are quantized"
+        able, reason = super().can_implement(c)
+        if not able:
+            return able, reason
+        k, n = c.partition_weight_shape
+        element, group = ElementKind.of(c.act_type, "act_type"), _group_size(c)
+        wanted = QuantizedLinearDescriptor(
+            m=16, c_out=n, k=k, activation_element=element, weight_element=ElementKind.S4, weight_group=group
+        )
+        return _has_kernel(wanted)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        split = split_factors(getattr(layer, self.w_s_name).data.float())
+        if split is None:
+            # vLLM has chosen its kernels by now, and would compute no more than this.
+            logger.warning_once(
+                "4-bit linears with integer activations are computed with float ones: their group scales are not 1 to "
+                "15 times a scale of the row. Quantize with baracuda's w4a8, and serve in the checkpoint's own type"
+            )
+            super().process_weights_after_loading(layer)
+            return
+        self._take_integers(layer)
+        _replace(layer, self.w_s_name, split[0].unsqueeze(1))
+        layer.register_parameter(FACTOR, nn.Parameter(split[1], requires_grad=False))
+        _tell("W4A8 linears with per-token symmetric activations run in baracuda on %s", current_platform.device_type)
+
+    def apply_weights(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        factor = getattr(layer, FACTOR, None)
+        if factor is None:
+            return super().apply_weights(layer, x, bias)
+        weight, scale, _ = self._get_weight_params(layer)
+        return operators.call.int4_int8_linear(x, weight, scale, bias, factor)  # type: ignore[no-any-return]
+
+
+def tell_integer_inputs() -> None:
+    """Have vLLM's scheme for integer activations say so while it chooses a kernel: it passes on the weights only."""
+    from vllm.model_executor.layers.quantization.compressed_tensors import schemes
+
+    scheme = schemes.CompressedTensorsWNA8Int
+    create_weights = scheme.create_weights
+    if getattr(create_weights, "of_baracuda", False):
+        return
+
+    @functools.wraps(create_weights)
+    def create(self: Any, *args: Any, **kwargs: Any) -> None:
+        token = _INTEGER_INPUTS.set(True)
+        try:
+            create_weights(self, *args, **kwargs)
+        finally:
+            _INTEGER_INPUTS.reset(token)
+
+    create.of_baracuda = True  # type: ignore[attr-defined]
+    scheme.create_weights = create
+
+
+def _has_kernel(descriptor: QuantizedLinearDescriptor) -> Answer:
+    """Whether baracuda has a kernel for this on the server's device: the reference would be right, but slow."""
+    device = torch.device(current_platform.device_type)
+    try:
+        plan = QuantizedLinearPlan.select(descriptor, device=device)
+    except BaracudaError as error:
+        return False, f"is not supported: {error}"
+    if plan.sku().backend is BackendKind.REFERENCE:
+        return False, f"is not supported: baracuda has only its reference on {device}; `baracuda info` says why"
+    return True, None
+
+
+def _group_size(config: Any) -> int:
+    """The columns that share a scale; vLLM spells all of them -1."""
+    return int(config.partition_weight_shape[0] if config.group_size == -1 else config.group_size)
 
 
 def _replace(layer: nn.Module, name: str, tensor: Tensor | None) -> None:

@@ -1,6 +1,6 @@
 """The plug-in that vLLM loads in each of its processes, by the entry point `vllm.general_plugins`.
 
-`BARACUDA_VLLM` says what baracuda computes: `w8a8` (unless told otherwise), `w4a16`, both with a comma, or `0` for
+`BARACUDA_VLLM` says what baracuda computes: `w8a8,w4a8` unless told otherwise, any of the two and `w4a16`, or `0` for
 nothing. vLLM's own variable VLLM_PLUGINS can leave the plug-in out altogether.
 """
 
@@ -17,9 +17,11 @@ VARIABLE = "BARACUDA_VLLM"
 TABLES = {
     "w8a8": ("_POSSIBLE_INT8_KERNELS", "BaracudaInt8LinearKernel"),
     "w4a16": ("_POSSIBLE_KERNELS", "BaracudaInt4LinearKernel"),
+    # Last, so that it comes first: it takes the layers with integer activations, and leaves the others.
+    "w4a8": ("_POSSIBLE_KERNELS", "BaracudaW4A8LinearKernel"),
 }
-#: 4-bit weights are made float for each call where no kernel takes them, as vLLM's own do: only on request.
-DEFAULT = "w8a8"
+#: Where no kernel multiplies floats by 4-bit weights, w4a16 makes them float for each call: only on request.
+DEFAULT = "w8a8,w4a8"
 OFF = ("", "0", "off", "none")
 #: Inside vLLM's own, whose handler prints it.
 logger = logging.getLogger("vllm.baracuda")
@@ -34,7 +36,7 @@ def wanted(value: str | None = None) -> list[str]:
     for name in schemes:
         if name not in TABLES:
             raise InvalidProblem(f"{VARIABLE}: expected {', '.join(TABLES)} or 0, got {name!r}")
-    return schemes
+    return [name for name in TABLES if name in schemes]
 
 
 def register() -> None:
@@ -50,6 +52,8 @@ def register() -> None:
         from . import vllm_kernels
 
         tables = {name: getattr(linear, TABLES[name][0]) for name in schemes}
+        if "w4a8" in tables:
+            vllm_kernels.tell_integer_inputs()
     except (ImportError, AttributeError) as error:
         logger.warning(
             "baracuda computes nothing: this vLLM keeps its linear kernels elsewhere (%s); use vLLM 0.32, or set %s=0",
