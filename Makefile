@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
 .PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
-	aarch64 slow soak package build clean vllm compat
+	fuzz-flow mutate-checkpoints aarch64 slow soak package build clean vllm compat
 
 demo: .venv/installed  ## a first minute: a small model, quantized four ways, verified and compared
 	$(BIN)/baracuda demo
@@ -28,7 +28,7 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 	$(BIN)/python -m pytest -m slow --slow tests/backends/cpu/test_sweeps.py tests/contract
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/contract/test_honest.py -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/backends/cpu/test_empty.py tests/contract/test_honest.py -m "not gpu"
 
 vllm: .venv/installed  ## our checkpoints in a real vLLM (its CPU build, in an environment of its own), with and without the plug-in
 	$(BIN)/python tools/vllm_env.py
@@ -49,7 +49,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu tests/contract/test_honest.py -m "gpu and not alone" -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/backends/cpu/test_empty.py tests/contract/test_honest.py -m "gpu and not alone" -p no:benchmark -n 8
 	$(GPU_PYTHON) -m pytest tests/gpu -m "gpu and alone" -p no:benchmark -n 0
 
 gpu-bench:
@@ -94,6 +94,14 @@ ROUNDS ?= 20000
 SEED ?= 1
 fuzz: sanitize
 	build/native/fuzz $(ROUNDS) $(SEED)
+
+FUZZ_SECONDS ?= 60
+fuzz-flow: .venv/installed  ## hostile models, checkpoints, reports and texts, from SEED: no traceback, no hang, bounded memory
+	PYTHONPATH=tests/support $(BIN)/python tools/fuzz_flow.py --seconds $(FUZZ_SECONDS) --seed $(SEED)
+
+CHANGES ?= 500
+mutate-checkpoints: .venv/installed  ## change single bytes of checkpoints of each scheme; says what `baracuda verify` lets pass
+	PYTHONPATH=tests/support $(BIN)/python tools/mutate_checkpoints.py --changes $(CHANGES) --seed $(SEED)
 
 aarch64:  ## the same sources for another architecture, where a cross compiler is installed
 	for source in kernels linears pool; do aarch64-linux-gnu-g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math \

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .terminal import Json, Output, Quiet, console, errors_told, stderr
+from .terminal import Json, Output, Quiet, console, errors_told, shown, stderr
 
 if TYPE_CHECKING:
     from baracuda.flow.hf.chat import Conversation, Reply
@@ -93,4 +93,4 @@ def _answer(conversation: Conversation, text: str, max_tokens: int, temperature:
 
 
 def _print(text: str) -> None:
-    print(text, end="", flush=True)
+    print(shown(text), end="", flush=True)  # a model may generate anything

@@ -11,16 +11,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 
 if TYPE_CHECKING:
     import torch
 
+
+def shown(text: str) -> str:
+    """The text with every character that a terminal would obey instead of showing written as its code."""
+    if text.replace("\n", "").isprintable():
+        return text
+    from baracuda.core.printable import printable  # imports torch, which help and completion do without
+
+    return printable(text)
+
+
+class PrintableConsole(Console):
+    """A console that shows what a terminal would obey: names in files may hold control characters."""
+
+    def render(self, renderable: Any, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            text = segment.text if segment.control else shown(segment.text)
+            yield segment if text is segment.text else Segment(text, segment.style)
+
+
 #: Results go to stdout, everything else to stderr, so that `--json` can be piped.
-console = Console()
-stderr = Console(stderr=True)
+console = PrintableConsole()
+stderr = PrintableConsole(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]

@@ -10,9 +10,10 @@ from pathlib import Path
 import models
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
-from baracuda import __version__, flow
+from baracuda import BaracudaError, __version__, flow
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.run import steps
 from baracuda_cli import app, demo
@@ -207,6 +208,7 @@ def test_names_and_paths_are_printed_whole_however_narrow_the_page(
     tensors = read_tensors(shard)
     tensors[scale][0] = float("nan")
     write_tensors(shard, tensors, {"format": "pt"})
+    models.reseal(out)
     [finding] = flow.verify(out)
     done = run.invoke(app, ["verify", str(out)])
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
@@ -266,3 +268,23 @@ def test_importing_baracuda_imports_no_model_stack() -> None:
         "assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_control_characters_of_names_reach_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A title, a cleared screen, text that runs backwards: in an error, in a table, in what a model says."""
+    from rich.table import Table
+
+    from baracuda_cli.chat import _print
+    from baracuda_cli.terminal import PrintableConsole, errors_told
+
+    bad = "a\x1b]0;title\x07\x1b[2J\u202egpj.exe\x9b5m\x08"
+    with pytest.raises(typer.Exit), errors_told():
+        raise BaracudaError(bad)
+    table = Table("name")
+    table.add_row(bad)
+    PrintableConsole(width=200).print(table, bad, soft_wrap=True)
+    _print(bad)
+    out, err = capfd.readouterr()
+    for text in (out, err):
+        assert not {"\x1b", "\x07", "\u202e", "\x9b", "\x08"} & set(text)
+        assert "a\\x1b]0;title" in text and "\\x1b[2J\\u202egpj.exe\\x9b5m" in text  # rich drops bells itself

@@ -87,12 +87,22 @@ def checkpoint_scheme(name: str) -> tuple[Scheme, bool]:
     return named.stored or named.scheme, alias is not None and alias.smooth
 
 
+def as_written(scheme: Scheme) -> Scheme | None:
+    """This scheme of a checkpoint, with the rule for its scales that checkpoints are written with; None for others."""
+    size = scheme.weight.group_size
+    for named in SCHEMES.values():
+        written = named.stored or named.scheme
+        if size is not None and written.weight.group_size is not None:
+            written = written.with_groups(size)
+        if named.checkpoint and scheme == written:
+            return written
+    return None
+
+
 #: 8-bit experts of a mixture. No Linear has this scheme, so it has no name.
 EXPERTS = Scheme(activation=ActivationFormat("float"))
 
 
 def is_checkpoint_scheme(scheme: Scheme) -> bool:
     """Whether checkpoints of this scheme are written and read, whatever the size of its groups."""
-    size = scheme.weight.group_size
-    written = [named.stored or named.scheme for named in SCHEMES.values() if named.checkpoint]
-    return any(scheme == (s if size is None or s.weight.group_size is None else s.with_groups(size)) for s in written)
+    return as_written(scheme) is not None

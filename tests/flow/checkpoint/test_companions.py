@@ -34,7 +34,7 @@ def test_layers_of_other_libraries_come_along_and_foreign_weights_do_not(tmp_pat
         (source / name).write_bytes(data)
     out = source / "quantized" / "w8a8"
     quantize_checkpoint(source, out)
-    reports = {"baracuda_report.json", "baracuda_report.html"}
+    reports = {"baracuda_report.json", "baracuda_report.html", "baracuda.sha256"}
     assert files(out) == before - {"pytorch_model.bin"} | set(dense) | reports
     assert all((out / name).read_bytes() == data for name, data in dense.items())
     quantize_checkpoint(source, source / "w4a16", scheme="w4a16", group_size=32)  # the first result stays where it is

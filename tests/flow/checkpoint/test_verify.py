@@ -43,6 +43,9 @@ def bad(good: Path, tmp_path: Path) -> Path:
 
 
 def codes(out: Path, against: Path | None = None) -> set[str]:
+    """What is found where the checksums do not tell already that something was changed."""
+    if not (out / "baracuda.sha256").is_symlink() and out.exists():
+        models.reseal(out)
     return {finding.code for finding in verify(out, against)}
 
 
@@ -229,6 +232,7 @@ def test_load_names_a_bad_ignore_list_too(ignore: Any, bad: Path) -> None:
 def test_values_that_are_not_the_originals_are_found_with_against(bad: Path, source: Path) -> None:
     retensor(f"{Q}.weight", lambda w: -w)(bad)
     retensor("model.embed_tokens.weight", set_value((0, 0), 1.5))(bad)
+    assert {finding.code for finding in verify(bad)} == {"changed-file"}
     assert codes(bad) == set()
     found = {finding.where: finding.code for finding in verify(bad, source)}
     assert found == {f"{Q}.weight": "wrong-values", "model.embed_tokens.weight": "wrong-values"}
@@ -236,6 +240,7 @@ def test_values_that_are_not_the_originals_are_found_with_against(bad: Path, sou
 
 def test_every_row_is_compared_with_the_originals(bad: Path, source: Path) -> None:
     retensor(f"{Q}.weight", lambda w: w.index_add(0, torch.tensor([11]), torch.ones_like(w[:1])))(bad)
+    models.reseal(bad)
     assert {finding.where: finding.code for finding in verify(bad, source)} == {f"{Q}.weight": "wrong-values"}
 
 
@@ -277,6 +282,8 @@ def test_scales_may_be_rounded_to_their_type_and_nothing_else(name: str, bad: Pa
     expected, change = SCALES[name]
     retensor(f"{Q}.weight_scale", change)(bad)
     rejson(INDEX, lambda index: index.pop("metadata"))(bad)  # another type has another size
+    assert "wrong-values" in codes(bad, source)  # this version would have written other bits
+    rejson("baracuda_report.json", lambda report: report.update(baracuda="0.0.1"))(bad)
     assert codes(bad, source) == expected
 
 
@@ -309,7 +316,11 @@ def test_links_lead_nowhere_but_to_the_blobs_of_the_same_repository_of_the_cache
     for path in good.iterdir():
         shutil.copy(path, blobs / f"{path.name}-digest")
         (snapshot / path.name).symlink_to(os.path.relpath(blobs / f"{path.name}-digest", snapshot))
-    load(snapshot)
+    if inside:
+        load(snapshot)
+    else:
+        with pytest.raises(CheckpointError, match="leads out"):
+            load(snapshot)
     assert codes(snapshot, source) == set() if inside else "path-escape" in codes(snapshot)
 
 

@@ -178,10 +178,10 @@ def test_a_scheme_that_no_checkpoint_has_is_not_read() -> None:
 
 
 def test_the_method_of_a_report_from_another_version_is_not_taken_for_rtn(tmp_path: Path) -> None:
-    from baracuda.flow.checkpoint.compare import rounds_to_nearest
+    from baracuda.flow.checkpoint.compare import Made
 
-    assert rounds_to_nearest(tmp_path) and get_method("rtn").nearest
+    assert Made.read(tmp_path).nearest("any") and get_method("rtn").nearest
     (tmp_path / "baracuda_report.json").write_text('{"method": "of tomorrow"}')
-    assert not rounds_to_nearest(tmp_path)
+    assert not Made.read(tmp_path).nearest("any")
     with pytest.raises(InvalidProblem):
         get_method("of tomorrow")

@@ -15,12 +15,12 @@ from typing import Any
 import models
 import pytest
 
-from baracuda.cli.demo import summary
 from baracuda.core.printable import printable
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.run.markup import ATTRIBUTES, TAGS, Markup, document, element
 from baracuda.flow.run.page import STYLE, page
 from baracuda.flow.run.schema import require_report
+from baracuda_cli.quantize import summary
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")

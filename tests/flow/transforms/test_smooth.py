@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from baracuda.flow import FlowError, quantize_checkpoint, verify
-from baracuda.flow.checkpoint.compare import smoothed
+from baracuda.flow.checkpoint.folds import Factors, read_folds
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.hf.forward import arguments
 from baracuda.flow.run.calibrate import analyse, choose, measure, passes_gate
@@ -387,10 +387,10 @@ def test_what_smoothing_leaves_alone_is_still_compared_with_the_original(tmp_pat
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w8a8-smoothquant", calibration=tokens)
     path, embedding = tmp_path / "out" / "model.safetensors", "model.embed_tokens.weight"
     stored = read_tensors(path)
-    assert embedding not in smoothed(tmp_path / "out") and "model.layers.0.mlp.up_proj.weight" in smoothed(
-        tmp_path / "out"
-    )
+    factors = Factors.of(read_folds(tmp_path / "out" / "baracuda_folds.tensors"))
+    assert not factors.touches(embedding) and factors.touches("model.layers.0.mlp.up_proj.weight")
     write_tensors(path, stored | {embedding: stored[embedding] + 1})
+    models.reseal(tmp_path / "out")
     assert [finding.where for finding in verify(tmp_path / "out", tmp_path / "model")] == [embedding]
 
 

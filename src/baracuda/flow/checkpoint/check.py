@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -15,9 +16,7 @@ from ...schemes import Recipe
 from ..errors import CheckpointError, FlowError
 from .config import parse_config
 from .directory import (
-    FOREIGN_WEIGHTS,
     INDEX,
-    JOURNAL,
     SINGLE,
     Checkpoint,
     inside,
@@ -26,10 +25,12 @@ from .directory import (
     shard_names,
 )
 from .fusion import FUSED
-from .storage import FLOATS, STORED, Storage
+from .storage import EIGHT_BIT_FLOATS, FLOATS, STORED, Storage
 from .tensorfile import Entry, TensorFile
 
 BLOCK_BYTES = 16 << 20
+#: What quantization-aware training and observers leave in a state_dict.
+_TRAINING = re.compile(r"fake_quant|activation_post_process|(^|[._])observer\b|_observer[._]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,12 @@ class Check:
     findings: list[Finding] = field(default_factory=list)
     entries: dict[str, Entry] = field(default_factory=dict)
     files: dict[str, TensorFile] = field(default_factory=dict)
+    #: The names of all shards, those that cannot be read included.
+    shards: list[str] = field(default_factory=list)
+    #: Whether config.json names classes in code that comes with the model.
+    own_code: bool = False
+    #: Tensor -> its file, once somebody asks.
+    _holders: dict[str, TensorFile] = field(default_factory=dict)
     #: Module -> the parts stored under its name.
     modules: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
@@ -75,6 +82,7 @@ class Check:
         except CheckpointError as error:
             self.add(error.code, "config.json", str(error))
             return {}, None
+        self.own_code = bool(config.get("auto_map"))
         return config, self._recipe(config) if config else None
 
     def _recipe(self, config: dict[str, Any]) -> Recipe | None:
@@ -106,12 +114,10 @@ class Check:
             require_one_model(self.out, names)
         except CheckpointError as error:
             self.add(error.code, SINGLE, str(error))
+        self.shards = names
         for name in names:
             try:
-                path = inside(self.out, name)
-                if not _stays(self.out.resolve(), path.resolve()):
-                    raise CheckpointError("path-escape", f"{name}: a link that leads out of the directory")
-                file = stack.enter_context(TensorFile(path))
+                file = stack.enter_context(TensorFile(inside(self.out, name)))
             except CheckpointError as error:
                 self.add(error.code, name, str(error))
                 continue
@@ -138,28 +144,20 @@ class Check:
         if total is not None and total != actual and len(self.files) == len(set(weight_map.values())):
             self.add("bad-index", INDEX, f"its total_size is {total}, the tensors have {actual} bytes")
 
-    def check_other_files(self) -> None:
-        """An unfinished run, and weights that may run code when loaded."""
-        if (self.out / JOURNAL).exists():
-            self.add("unfinished", JOURNAL, "a run into this directory has not ended; --resume it")
-        for path in sorted(self.out.rglob("*")):
-            if path.suffix in FOREIGN_WEIGHTS:
-                where = str(path.relative_to(self.out))
-                self.add("foreign-weights", where, "weights that are not safetensors, and may run code when loaded")
-
     # -- tensors ---------------------------------------------------------------------------------------------
 
     def check_modules(self, recipe: Recipe) -> None:
         """Each quantized Linear has the tensors of its scheme."""
         for name, entry in self.entries.items():
             module, _, part = name.rpartition(".")
-            if module.endswith("_fake_quantize"):
+            if _TRAINING.search(name):
                 self.add(
                     "extra-tensor", name, "left over from training: no reader has a place for it; use baracuda.save"
                 )
             elif part in STORED:
                 self.modules.setdefault(module, {})[part] = entry
-        quantized = {m: p for m, p in self.modules.items() if set(p) != {"weight"} or p["weight"].dtype not in FLOATS}
+        floats = (*FLOATS, *EIGHT_BIT_FLOATS)
+        quantized = {m: p for m, p in self.modules.items() if set(p) != {"weight"} or p["weight"].dtype not in floats}
         self.modules = quantized
         for module, parts in quantized.items():
             self._module(module, parts, Storage(recipe.of(module).scheme))
@@ -202,7 +200,9 @@ class Check:
             self.add("shape-mismatch", name, f"it says {stored}, the packed weight of {module} is {list(source.shape)}")
 
     def file(self, tensor: str) -> TensorFile:
-        return next(file for file in self.files.values() if tensor in file.entries)
+        if not self._holders:
+            self._holders = {name: file for file in self.files.values() for name in file.entries}
+        return self._holders[tensor]
 
     def check_values(self, name: str) -> None:
         """Scales are finite and positive, all other floats are finite. Tensors are read in blocks, to bound memory."""
@@ -257,9 +257,3 @@ class Check:
                 scales[module] = self.file(entry.name).read(entry.name).float().item()
         if len(set(scales.values())) > 1:
             self.add("fused-scales-differ", modules[0], f"servers fuse these and keep one input_scale: {scales}")
-
-
-def _stays(directory: Path, file: Path) -> bool:
-    """Whether a file is in the directory, or in the blobs folder of the Hugging Face cache that this snapshot is in."""
-    cached = directory.parent.name == "snapshots" and file.parent == directory.parent.parent / "blobs"
-    return cached or directory in file.parents

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from .directory import FOREIGN_WEIGHTS, INDEX, JOURNAL, REPORT, REPORT_PAGE
+from .directory import FOLDS, INDEX, JOURNAL, MANIFEST, REPORT, REPORT_PAGE, is_foreign
 
 
 def companions(directory: Path, out: Path) -> list[Path]:
@@ -20,10 +20,12 @@ def companions(directory: Path, out: Path) -> list[Path]:
         here = Path(folder)
         folders[:] = sorted(f for f in folders if not f.startswith(".") and not _is_result(here / f, out))
         for path in (
-            here / name for name in sorted(names) if not name.startswith(".") and name not in (REPORT, REPORT_PAGE)
+            here / name
+            for name in sorted(names)
+            if not name.startswith(".") and name not in (REPORT, REPORT_PAGE, MANIFEST, FOLDS)
         ):
             own = here == directory and (path.suffix == ".safetensors" or path.name in ("config.json", INDEX))
-            if not own and path.suffix not in FOREIGN_WEIGHTS and path.is_file():
+            if not own and not is_foreign(path.name) and path.is_file():
                 found.append(path.relative_to(directory))
     return found
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import filecmp
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
+from ... import __version__
 from ...core.errors import InvalidProblem
 from ...schemes import Recipe, get_method
+from ...schemes.registry import as_written
 from ..errors import CheckpointError
 from .check import BLOCK_BYTES, Check
 from .companions import companions
-from .directory import REPORT, Checkpoint, read_json
+from .directory import FOLDS, JOURNAL, REPORT, Checkpoint, read_json
+from .folds import Factors, read_folds
+from .inventory import ours
+from .manifest import files_in, for_people
 from .storage import Storage
 
 #: Files beside the weights that programs read; those that people read may be missing.
@@ -22,30 +30,48 @@ READ = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 def compare(check: Check, directory: Path, recipe: Recipe | None) -> None:
     """Add a finding for each difference that quantization does not explain."""
     try:
+        factors = Factors.of(read_folds(check.out / FOLDS))
+    except CheckpointError as error:
+        check.add(error.code, FOLDS, str(error))
+        factors = Factors()
+    try:
         with Checkpoint.open(directory) as source:
-            _Comparison(check, source, recipe, rounds_to_nearest(check.out)).run()
+            _Comparison(check, source, recipe, Made.read(check.out), factors).run()
     except CheckpointError as error:
         check.add(error.code, str(directory), f"the original: {error}")
 
 
-def smoothed(out: Path) -> frozenset[str]:
-    """The tensors that smoothing has changed on purpose, by the report; they are not compared with the original's."""
-    try:
-        smoothing = read_json(out / REPORT).get("smoothing")
-        changed = smoothing["changed"] if isinstance(smoothing, dict) else []
-        return frozenset(map(str, changed))
-    except (CheckpointError, KeyError, TypeError):  # a report can hold anything
-        return frozenset()
+@dataclass
+class Made:
+    """What the report says about how the weights were rounded. A report can hold anything, and so can say nothing."""
+
+    default: str = "rtn"
+    rounding: dict[str, str] = field(default_factory=dict)
+    #: Whether this version made the checkpoint: its integers can then be computed again, bit for bit.
+    same_version: bool = False
+
+    @classmethod
+    def read(cls, out: Path) -> Made:
+        try:
+            report = read_json(out / REPORT)
+        except CheckpointError:
+            return cls()
+        layers = [layer for layer in _list(report.get("layers")) if isinstance(layer, dict)]
+        rounding = {str(layer.get("name")): str(layer["rounding"]) for layer in layers if "rounding" in layer}
+        return cls(str(report.get("method", "rtn")), rounding, report.get("baracuda") == __version__)
+
+    def nearest(self, module: str) -> bool:
+        try:
+            return get_method(self.rounding.get(module, self.default)).nearest
+        except InvalidProblem:  # a method of another version
+            return False
+
+    def exact(self, module: str) -> bool:
+        return self.same_version and self.default == "rtn" and module not in self.rounding
 
 
-def rounds_to_nearest(out: Path) -> bool:
-    """Whether the method of the report rounds each weight to nearest. Without a word about it, it was rtn."""
-    try:
-        return get_method(str(read_json(out / REPORT).get("method", "rtn"))).nearest
-    except CheckpointError:  # no report that can be read
-        return True
-    except InvalidProblem:  # a method of another version
-        return False
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 @dataclass
@@ -53,19 +79,20 @@ class _Comparison:
     check: Check
     source: Checkpoint
     recipe: Recipe | None
-    nearest: bool
+    made: Made
+    factors: Factors
 
     def run(self) -> None:
-        check, source, changed = self.check, self.source, smoothed(self.check.out)
+        check, source = self.check, self.source
         for name in source.where:
             module = name.removesuffix(".weight")
             if module in check.modules:
-                if self.recipe is not None and name not in changed and not self._flagged(module):
+                if self.recipe is not None and not self._flagged(module):
                     self._compare_weight(name, module, Storage(self.recipe.of(module).scheme))
             elif name not in check.entries:
                 check.add("missing-tensor", name, "the original has it")
             else:
-                self._compare_copy(name, changed)
+                self._compare_copy(name)
         for name in check.entries:
             module = name.rpartition(".")[0]
             if name not in source.where and module not in check.modules:
@@ -73,20 +100,58 @@ class _Comparison:
         for module in check.modules:
             if f"{module}.weight" not in source.where:
                 check.add("extra-tensor", module, "the original has no such Linear")
-        for path in companions(source.directory, check.out):
-            if path.suffix in READ and not (check.out / path).is_file():
-                check.add("missing-file", str(path), "the original has it beside its weights")
+        self._compare_files()
 
-    def _compare_copy(self, name: str, changed: frozenset[str]) -> None:
-        """A tensor that is not quantized has the original's bytes."""
+    def _compare_files(self) -> None:
+        """The files beside the weights are the original's."""
+        check, originals = self.check, {path.as_posix() for path in companions(self.source.directory, self.check.out)}
+        for name in sorted(originals):
+            if not (check.out / name).is_file():
+                if Path(name).suffix in READ and not for_people(name):
+                    check.add("missing-file", name, "the original has it beside its weights")
+            elif not for_people(name) and not _same_file(check.out / name, self.source.directory / name):
+                check.add("changed-file", name, "it differs from the original's")
+        flagged = {found.where for found in check.findings}
+        for name in files_in(check.out):
+            known = name in originals or ours(name) or for_people(name) or name.startswith(f"{JOURNAL}/")
+            if not known and name not in flagged:
+                check.add("unexpected-file", name, "the original does not have it beside its weights")
+
+    def _compare_copy(self, name: str) -> None:
+        """A tensor that is not quantized has the original's bytes, or what the recorded folds make of them."""
         mine, original = self.check.entries[name], self.source.entry(name)
         if mine.dtype != original.dtype or mine.shape != original.shape:
             code = "wrong-dtype" if mine.shape == original.shape else "shape-mismatch"
             self.check.add(code, name, f"the original is {original.dtype} {list(original.shape)}")
+        elif self.factors.touches(name):
+            if not self._is_smoothed(name):
+                self.check.add("wrong-values", name, f"it is not what the folds in {FOLDS} make of the original")
         elif self._same_bytes(name):
             self._forgive("not-finite", name)
-        elif name not in changed:
+        else:
             self.check.add("wrong-values", name, "it differs from the original, though the scheme leaves it as it is")
+
+    def _is_smoothed(self, name: str) -> bool:
+        """Whether a float tensor is the original with the recorded divisors."""
+        mine = self.check.file(name).read(name)
+        theirs = self.source.shards[self.source.where[name]].read(name)
+        eps = torch.finfo(mine.dtype).eps if mine.dtype.is_floating_point else 0.0
+        if (record := self.factors.gains.get(name)) is not None:
+            if mine.shape != record.strength.shape:
+                return False
+            # The divisors are those of the gain after rounding: what they give back is the original to f32.
+            gain, found = record.offset + theirs.float(), (record.offset + mine.float()) * record.strength
+            return bool(((gain - found).abs() <= 1e-5 * gain.abs() + 1e-30).all())
+        if (record := self.factors.biases.get(name)) is not None:
+            if mine.shape != record.strength.shape:
+                return False
+            expected = (theirs.float() / record.strength).to(mine.dtype).float()
+            return bool(((expected - mine.float()).abs() <= eps * expected.abs()).all())
+        try:
+            made = self.factors.apply(name, 0, theirs)
+        except RuntimeError:  # factors of another shape
+            return False
+        return made.shape == mine.shape and torch.equal(made.to(mine.dtype), mine)
 
     def _forgive(self, code: str, where: str) -> None:
         """Drop a finding that is true of the original too, such as a mask of infinities."""
@@ -104,7 +169,7 @@ class _Comparison:
         )
 
     def _compare_weight(self, name: str, module: str, storage: Storage) -> None:
-        """Rows dequantized, a block at a time, are the original's quantized."""
+        """Rows are the original's, smoothed as recorded and quantized; a block at a time."""
         check, entry = self.check, self.source.entry(name)
         parts = (storage.integers, "weight_scale")
         rows = check.entries[f"{module}.{storage.integers}"].shape[0]
@@ -114,13 +179,37 @@ class _Comparison:
         for first in range(0, rows, step):
             last = min(rows, first + step)
             stored = {part: check.file(f"{module}.{part}").read(f"{module}.{part}", first, last) for part in parts}
-            original = self.source.shards[self.source.where[name]].read(name, first, last).float()
-            restored = storage.dequantize(stored)
-            if restored.shape != original.shape:
+            original = self.source.shards[self.source.where[name]].read(name, first, last)
+            try:
+                smoothed = storage.as_quantized_from(self.factors.apply(name, first, original), entry.dtype)
+            except RuntimeError:  # factors of another shape
+                return check.add("bad-folds", name, f"the factors in {FOLDS} have another shape than this weight")
+            if storage.dequantize(stored).shape != original.shape:
                 return check.add("shape-mismatch", name, f"the original is {list(entry.shape)}")
-            holds = storage.holds(original, restored, stored["weight_scale"]) if self.nearest else (
-                storage.resembles(original, restored)
-            )  # fmt: skip
-            if not holds:
+            if not self._holds(module, storage, smoothed, stored):
                 return check.add("wrong-values", name, f"rows {first} to {last} are not the original's, quantized")
         return None
+
+    def _holds(self, module: str, storage: Storage, original: Tensor, stored: dict[str, Tensor]) -> bool:
+        """Whether stored rows are these, quantized: bit for bit where this version can quantize them again."""
+        written = as_written(storage.scheme)
+        if written is not None and self.made.exact(module):
+            again = storage.store(get_method("rtn").quantize(original, written.weight))
+            return all(
+                value.dtype == stored[part].dtype and _equal(value, stored[part]) for part, value in again.items()
+            )
+        restored = storage.dequantize(stored)
+        if self.made.nearest(module):
+            return storage.holds(original.float(), restored, stored["weight_scale"])
+        return storage.resembles(original.float(), restored)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+def _same_file(one: Path, other: Path) -> bool:
+    try:
+        return filecmp.cmp(one, other, shallow=False)
+    except OSError:
+        return False

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...core.printable import printable
 from ..errors import CheckpointError
 from .storage import FLOATS
 from .tensorfile import Entry, TensorFile, parse_json
@@ -18,24 +20,24 @@ SINGLE = "model.safetensors"
 JOURNAL = ".baracuda"
 REPORT = "baracuda_report.json"
 REPORT_PAGE = "baracuda_report.html"
+#: The SHA-256 of every file that a run wrote, and the divisors of its smoothing.
+MANIFEST = "baracuda.sha256"
+FOLDS = "baracuda_folds.tensors"
 #: No configuration or index is larger than this; a larger file is damaged or an attack.
 MAX_JSON_BYTES = 200_000_000
 #: Weights in formats other than safetensors. Some of them run code when loaded: none is ever opened.
-FOREIGN_WEIGHTS = (
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".pkl",
-    ".pickle",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".onnx_data",
-    ".gguf",
-    ".npz",
-    ".ot",
+FOREIGN_WEIGHTS = frozenset(
+    (
+        *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".pk", ".joblib", ".dill", ".cloudpickle", ".sav"),
+        *(".h5", ".hdf5", ".keras", ".msgpack", ".pb", ".tflite", ".onnx", ".onnx_data", ".gguf", ".ggml"),
+        *(".npy", ".npz", ".ot", ".nemo", ".mar", ".pte", ".engine", ".llamafile"),
+    )
 )
+
+
+def is_foreign(name: str) -> bool:
+    """Whether a file holds weights in another format than safetensors, by its name in any case."""
+    return os.path.splitext(name)[1].lower() in FOREIGN_WEIGHTS
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Checkpoint:
                 f"{directory}: expected a Hugging Face model directory; "
                 f"it is {'a file' if directory.exists() else 'not there'}",
             )
+        require_contained(directory)
         config = read_json(directory / "config.json")
         index = read_json(directory / INDEX) if (directory / INDEX).exists() else None
         names = [SINGLE] if index is None else shard_names(index)
@@ -96,8 +99,53 @@ class Checkpoint:
         return sum(entry.nbytes for shard in self.shards.values() for entry in shard.entries.values())
 
 
+def leads_out(path: Path, directory: Path) -> bool:
+    """Whether a path is a link, or below one, that leads out of the directory.
+
+    The blobs of the Hugging Face cache count as inside the snapshot that they belong to.
+    """
+    place, target = directory.resolve(), path.resolve()
+    cached = place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
+    return not (cached or target == place or place in target.parents)
+
+
+def require_contained(directory: Path) -> None:
+    """Raise where a link leads out of the directory: what it names would be read, and copied into a result.
+
+    Names with control characters are refused too: no list of files could hold them.
+    """
+    for path in links_out(directory):
+        raise CheckpointError(
+            "path-escape",
+            f"{path.relative_to(directory)}: a link that leads out of {directory}; replace it with the file itself",
+        )
+    for path in bad_names(directory):
+        raise CheckpointError("bad-name", f"{path.name!a}: expected a name without control characters; rename it")
+
+
+def bad_names(directory: Path) -> Iterator[Path]:
+    """The files and folders whose names hold control characters, or bytes that are no text."""
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in (*folders, *sorted(names)):
+            if printable(name) != name or "\n" in name or "\t" in name:
+                yield Path(folder) / name
+
+
+def links_out(directory: Path) -> Iterator[Path]:
+    """The links below a directory that lead out of it. Hidden files and folders are neither read nor copied."""
+    for folder, folders, names in os.walk(directory):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in (*folders, *sorted(name for name in names if not name.startswith("."))):
+            path = Path(folder) / name
+            if path.is_symlink() and leads_out(path, directory):
+                yield path
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
+        if path.is_symlink() and leads_out(path, path.parent):
+            raise CheckpointError("path-escape", f"{path.name}: a link that leads out of the directory")
         if path.exists() and not path.is_file():
             raise CheckpointError("unreadable", f"{path.name}: not a regular file")
         if path.stat().st_size > MAX_JSON_BYTES:
@@ -140,13 +188,15 @@ def inside(directory: Path, name: str) -> Path:
         raise CheckpointError("missing-file", f"{name}: named by the index, not there")
     if not path.is_file():
         raise CheckpointError("unreadable", f"{name}: not a regular file")
+    if leads_out(path, directory):
+        raise CheckpointError("path-escape", f"{name}: a link that leads out of the directory")
     return path
 
 
 def _loose_shards(directory: Path) -> list[str]:
     names = sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
-        foreign = sorted(path.name for path in directory.iterdir() if path.suffix in FOREIGN_WEIGHTS)
+        foreign = sorted(path.name for path in directory.iterdir() if is_foreign(path.name))
         hint = f"; {foreign[0]} and its like are never loaded: save the model as safetensors first" if foreign else ""
         raise CheckpointError("missing-file", f"{directory}: no safetensors files{hint}")
     return names

@@ -14,6 +14,8 @@ from .groups import usable_size
 from .tensorfile import Entry
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Eight-bit floats. A Linear of one has no scale here, so it is carried over as it is.
+EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What a scheme may store under the name of a Linear, besides its bias.
 STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale", "weight_zero_point")
 #: Bits -> what turns the bytes of two's complement into those of compressed-tensors, and back: it stores value + 8, or
@@ -55,7 +57,7 @@ class Storage:
     def declines(self, entry: Entry) -> str | None:
         """Why this weight stays as it is, or None."""
         if entry.dtype not in FLOATS:
-            return f"its elements are {entry.dtype}"
+            return f"its elements are {entry.dtype}; it is carried over as it is"
         if len(entry.shape) != 2 or 0 in entry.shape:
             return f"its shape is {list(entry.shape)}"
         size = self.scheme.weight.group_size

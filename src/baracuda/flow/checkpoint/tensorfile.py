@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.printable import printable
 from ..errors import RESUME, CheckpointError
 
 #: On Linux this starts the writeback of dirty pages without waiting. Elsewhere the last fsync writes all of them.
@@ -22,6 +26,9 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
 #: The format's own limit. A file with a longer header is damaged or an attack.
 MAX_HEADER_BYTES = 100_000_000
+#: No config or header is nested deeper.
+MAX_DEPTH = 64
+_SURROGATE = re.compile("[\ud800-\udfff]")
 #: Start writeback after this many bytes, so that the disk works while the rest is computed.
 WRITEBACK_BYTES = 32 << 20
 
@@ -69,36 +76,98 @@ _VERSION = ("st_dev", "st_ino", "st_size", "st_mtime_ns")
 _FETCH = "copy or download it again"
 
 
+def _differs(one: os.stat_result, other: os.stat_result) -> bool:
+    return any(getattr(one, key) != getattr(other, key) for key in _VERSION)
+
+
+class Descriptors:
+    """Open files, the least recently used of which are closed: a model may have more shards than a process may open.
+
+    A descriptor that is in use is never closed, so several threads may read.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        #: File -> its descriptor and how many are reading it, in the order of their last use.
+        self._open: OrderedDict[TensorFile, list[int]] = OrderedDict()
+
+    @contextmanager
+    def of(self, file: TensorFile) -> Iterator[int]:
+        with self._lock:
+            if file not in self._open:
+                self._open[file] = [file.reopen(), 0]
+            self._open.move_to_end(file)
+            held = self._open[file]
+            held[1] += 1
+        try:
+            yield held[0]
+        finally:
+            with self._lock:
+                held[1] -= 1
+                idle = [other for other, (_, users) in self._open.items() if not users]
+                for other in idle[: max(0, len(self._open) - self.limit)]:
+                    os.close(self._open.pop(other)[0])
+
+    def close(self, file: TensorFile) -> None:
+        with self._lock:
+            if (held := self._open.pop(file, None)) is not None:
+                os.close(held[0])
+
+
+#: Far below the limit of 1024 that most systems have.
+DESCRIPTORS = Descriptors(256)
+
+
 class TensorFile:
     """An open safetensors file. Nothing is mapped: blocks are read into memory of their own, so RSS stays bounded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._state: os.stat_result | None = None
+        self._closed = False
         if not path.is_file():  # opening a pipe would block
             raise CheckpointError("unreadable", f"{path.name}: not a regular file")
         try:
-            self._fd = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise CheckpointError("unreadable", f"{path.name}: cannot be opened: {error.strerror}") from None
-        try:
-            self._state = os.fstat(self._fd)
-            self.header, self.data_start = _read_header(self._fd, path.name)
-            data_bytes = self._state.st_size - self.data_start
+            with DESCRIPTORS.of(self) as fd:
+                self.header, self.data_start = _read_header(fd, path.name)
+            data_bytes = self._stat.st_size - self.data_start
             self.metadata, self.entries = _parse_header(self.header, path.name, data_bytes)
         except BaseException:
-            os.close(self._fd)
+            DESCRIPTORS.close(self)
             raise
+
+    def reopen(self) -> int:
+        """A descriptor of the file; raises where its name leads to another file than at first."""
+        if self._closed:
+            raise ValueError(f"{self.path.name}: read after it was closed")
+        try:
+            fd = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise CheckpointError("unreadable", f"{self.path.name}: cannot be opened: {error.strerror}") from None
+        state = os.fstat(fd)
+        if self._state is not None and _differs(state, self._state):
+            os.close(fd)
+            raise self._changed()
+        self._state = state
+        return fd
+
+    @property
+    def _stat(self) -> os.stat_result:
+        assert self._state is not None
+        return self._state
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
+        self._closed = True
+        DESCRIPTORS.close(self)
 
     @property
     def version(self) -> list[int]:
         """Size and time of modification: they differ in a later file of the same name."""
-        return [self._state.st_size, self._state.st_mtime_ns]
+        return [self._stat.st_size, self._stat.st_mtime_ns]
 
     def require_unchanged(self) -> None:
         """Raise when the file of this name was replaced or changed since it was opened."""
@@ -106,12 +175,15 @@ class TensorFile:
             now = os.stat(self.path)
         except OSError:
             now = None
-        if now is None or any(getattr(now, key) != getattr(self._state, key) for key in _VERSION):
-            raise CheckpointError(
-                "changed",
-                f"{self.path.name}: expected it to stay as it was when the run began, it changed while it was read; "
-                f"let whatever writes it finish, then {RESUME}",
-            )
+        if now is None or _differs(now, self._stat):
+            raise self._changed()
+
+    def _changed(self) -> CheckpointError:
+        return CheckpointError(
+            "changed",
+            f"{self.path.name}: expected it to stay as it was when the run began, it changed while it was read; "
+            f"let whatever writes it finish, then {RESUME}",
+        )
 
     def read(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         """Rows `first` to `last` of a tensor, or all of it."""
@@ -127,14 +199,15 @@ class TensorFile:
         fits = into is not None and into.numel() >= count
         buffer = into[:count] if into is not None and fits else torch.empty(count, dtype=torch.uint8)
         view, position = _bytes(buffer), self.data_start + self.entries[name].start + offset
-        while view:
-            try:
-                read = os.preadv(self._fd, [view], position)
-            except OSError as error:
-                raise CheckpointError("unreadable", f"{self.path.name}: cannot be read: {error.strerror}") from None
-            if read == 0:
-                raise CheckpointError("truncated", f"{self.path.name}: ends inside tensor {name}; {_FETCH}")
-            view, position = view[read:], position + read
+        with DESCRIPTORS.of(self) as fd:
+            while view:
+                try:
+                    read = os.preadv(fd, [view], position)
+                except OSError as error:
+                    raise CheckpointError("unreadable", f"{self.path.name}: cannot be read: {error.strerror}") from None
+                if read == 0:
+                    raise CheckpointError("truncated", f"{self.path.name}: ends inside tensor {name}; {_FETCH}")
+                view, position = view[read:], position + read
         return buffer
 
 
@@ -280,7 +353,9 @@ def _parse_header(header: bytes, name: str, data_bytes: int) -> tuple[dict[str, 
 
 
 def _parse_entry(file: str, name: str, value: Any) -> Entry:
-    where = f"{file}: tensor {name[:200]}"
+    where = f"{file}: tensor {printable(name[:200])}"
+    if printable(name) != name or not name or "\n" in name or "\t" in name:
+        raise CheckpointError("bad-header", f"{where}: expected a name without control characters")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("bad-header", f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -319,4 +394,26 @@ def parse_json(data: bytes, name: str) -> dict[str, Any]:
         raise CheckpointError("bad-json", text) from None
     if not isinstance(content, dict):
         raise CheckpointError("bad-json", f"{name}: expected a JSON object, got {type(content).__name__}")
+    if (problem := _unusable(content, escapes=b"\\u" in data)) is not None:
+        raise CheckpointError("bad-json", f"{name}: {problem}; copy or download it again")
     return content
+
+
+def _unusable(content: Any, *, escapes: bool) -> str | None:
+    """What no program can go on with, or None: deep nesting, and half a character, which cannot be written."""
+    waiting = [(content, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MAX_DEPTH:
+            return f"nested more than {MAX_DEPTH} times"
+        if isinstance(value, dict):
+            waiting += [(inner, depth + 1) for inner in value.values()]
+            texts = [*value, *(inner for inner in value.values() if isinstance(inner, str))] if escapes else []
+        elif isinstance(value, list):
+            waiting += [(inner, depth + 1) for inner in value if isinstance(inner, (dict, list))]
+            texts = [inner for inner in value if isinstance(inner, str)] if escapes else []
+        else:
+            continue
+        if any(_SURROGATE.search(text) for text in texts):
+            return "it holds half a character (a lone surrogate)"
+    return None

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..checkpoint.directory import require_contained
 from ..errors import FlowError
+from .config import alone, model_config
 from .load import load, read_model
-from .skeleton import model_config, require_transformers
+from .skeleton import require_transformers
 
 #: Small, and unlike any size of a model, so that no two axes are taken for one another.
 TRACE_SHAPE = (2, 11)
@@ -51,12 +53,15 @@ def tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory."""
     from transformers import AutoTokenizer
 
+    require_contained(directory)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+        with alone():
+            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # files can be wrong in any way; transformers and tokenizers then raise anything
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise FlowError(
             f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
-            f"instead ({str(error).strip().splitlines()[0][:200]})"
+            f"instead ({reason})"
         ) from None
 
 

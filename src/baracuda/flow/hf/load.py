@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.errors import BaracudaError
 from ...models.merge import merge_siblings
 from ...plans.plan import resolve_device
 from ..checkpoint.check import require_stored
 from ..checkpoint.config import parse_config
-from ..checkpoint.directory import read_json
+from ..checkpoint.directory import Checkpoint, read_json, require_contained
 from ..checkpoint.storage import STORED
-from ..errors import FlowError, some
+from ..errors import CheckpointError, FlowError, some
+from .config import alone, model_config
 from .hub import local_directory
-from .skeleton import model_class, model_config, quiet, require_transformers
+from .skeleton import model_class, require_transformers, skeleton
 
 
 def load(
@@ -71,23 +73,37 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str, **options
 
     Float tensors that nothing reads are allowed: many checkpoints still have a head from their training.
     """
-    import transformers
-
-    cls = model_class(config) or transformers.AutoModel
-    with quiet():
-        model: nn.Module
-        model, found = cls.from_pretrained(
-            directory,
-            **{
-                "use_safetensors": True,
-                "local_files_only": True,
-                **options,
-                "config": config,
-                "dtype": dtype,
-                "ignore_mismatched_sizes": True,
-                "output_loading_info": True,
-            },
+    require_contained(directory)
+    if (directory / "adapter_config.json").exists():
+        raise FlowError(
+            f"{directory}: expected a model without an adapter, got adapter_config.json, with which transformers loads "
+            "what that file names; merge the adapter into the model and save it, or move the file away"
         )
+    require_size(directory)
+    cls = model_class(config)
+    if cls is None:
+        raise FlowError(f"{directory}: expected a model that transformers has a class for; {type(config).__name__} "
+                        "has none: quantize it without calibration")  # fmt: skip
+    given = {
+        "use_safetensors": True,
+        "local_files_only": True,
+        **options,
+        "config": config,
+        "dtype": dtype,
+        "ignore_mismatched_sizes": True,
+        "output_loading_info": True,
+    }
+    model: nn.Module
+    try:
+        with alone():
+            model, found = cls.from_pretrained(directory, **given)
+    except (BaracudaError, torch.OutOfMemoryError, OSError):
+        raise
+    except Exception as error:  # files can be wrong in any way; transformers then raises anything
+        raise FlowError(
+            f"{directory}: transformers cannot load it: {type(error).__name__}: {str(error)[:300]}; download or make "
+            "the checkpoint again, or install another version of transformers"
+        ) from error
     missing, unread = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     shapes = {name: (stored, there) for name, stored, there in found["mismatched_keys"]}
     # Where there is a quantizer, transformers leaves shapes to it.
@@ -105,6 +121,32 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str, **options
     return model
 
 
+def require_size(directory: Path) -> None:
+    """Raise where config.json makes a model that is far larger than the files: it would be allocated before it is read.
+
+    A model without weights is built for that, on the meta device. A byte holds at most two weights.
+    """
+    with Checkpoint.open(directory) as stored:
+        config, limit = stored.config, 2 * stored.nbytes + SLACK
+    try:
+        model, _ = skeleton(config)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a config can be wrong in any way; transformers then raises anything
+        text = f"transformers cannot build the model of config.json: {type(error).__name__}: {str(error)[:200]}"
+        raise FlowError(f"{directory}: {text}") from None
+    sizes = {} if model is None else dict((*model.named_parameters(), *model.named_buffers()))
+    if (total := sum(tensor.numel() for tensor in sizes.values())) > limit:
+        largest, tensor = max(sizes.items(), key=lambda item: item[1].numel())
+        raise CheckpointError(
+            "bad-config",
+            f"{directory}: config.json makes a model of {total} elements ({largest} is {list(tensor.shape)}), more "
+            f"than the {stored.nbytes} bytes of its files can hold; correct config.json, or download the files again",
+        )
+
+
+#: Elements that a model may have beyond what its files hold: tables of positions, masks.
+SLACK = 1 << 26
 #: Quantized experts are read through a hook that transformers has since 5.8.
 _OLD = "; quantized experts need transformers 5.8 or newer"
 

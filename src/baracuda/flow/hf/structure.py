@@ -11,7 +11,7 @@ from ...schemes import Choice, Recipe, Scheme
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.fusion import fused_with
 from ..checkpoint.groups import fitting
-from ..checkpoint.storage import FLOATS, Storage
+from ..checkpoint.storage import EIGHT_BIT_FLOATS, FLOATS, Storage
 from ..checkpoint.tensorfile import Entry
 from ..errors import CheckpointError, FlowError, some
 from .experts import stacked_experts, unstacked_experts, weight_only
@@ -32,6 +32,8 @@ _NOT_LINEAR = re.compile(
 HEAD = "lm_head"
 #: Linears that choose experts, as do all modules in a `router`: servers read them in floating point only.
 ROUTERS = ("gate", "shared_expert_gate")
+#: Tensors that other tools store beside quantized weights.
+_SCALES = (".weight_scale", ".weight_scale_inv", ".scale_inv", ".SCB", ".absmax", ".qzeros", ".weight_scale_2")
 
 
 def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = ()) -> Structure:
@@ -60,6 +62,7 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
         if reason is not None:
             del structure.linears[tensor]
             structure.left[module] = reason
+    _require_floats(structure, source)
     _require_matches(structure, source, ignore)
     _require_found(structure, source, ignore)
     _require_whole_families(structure)
@@ -104,6 +107,24 @@ def _why_nothing(left: dict[str, str]) -> str:
         alike.setdefault(why, []).append(module)
     lines = [f"{some(modules, 1)}: {why}" for why, modules in list(alike.items())[:8]]
     return "; ".join(lines) or "No Linear weights were found."
+
+
+def _require_floats(structure: Structure, source: Checkpoint) -> None:
+    """Raise where a Linear holds integers: without their scales nobody can say what they stand for."""
+    weights = {module: source.entry(name) for module in structure.left if (name := f"{module}.weight") in source.where}
+    scaled = [n for n in source.where if n.endswith(_SCALES)]
+    integers = [
+        f"{module} ({entry.dtype})"
+        for module, entry in weights.items()
+        if len(entry.shape) == 2 and not entry.dtype.is_floating_point
+    ]
+    eight_bit = [f"{m} ({e.dtype})" for m, e in weights.items() if e.dtype in EIGHT_BIT_FLOATS]
+    quantized = integers or (eight_bit if scaled else [])
+    if quantized:
+        raise FlowError(
+            f"{source.directory}: expected Linears in floating point, got {some(quantized)}: a part of this model is "
+            "quantized already, by another tool; start from the floating-point checkpoint"
+        )
 
 
 def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
@@ -303,10 +324,12 @@ def _from_rules(source: Checkpoint, why: str) -> Structure:
     structure = Structure(f"names and shapes, since {why}: {RULES}")
     for tensor in source.where:
         entry = source.entry(tensor)
-        if entry.dtype not in FLOATS or len(entry.shape) != 2 or not tensor.endswith(".weight"):
+        if len(entry.shape) != 2 or not tensor.endswith(".weight"):
             continue
         module = tensor.removesuffix(".weight")
-        if _NOT_LINEAR.search(tensor) or min(entry.shape) < 16:
+        if entry.dtype not in FLOATS:
+            structure.left[module] = f"its elements are {entry.dtype}; it is carried over as it is"
+        elif _NOT_LINEAR.search(tensor) or min(entry.shape) < 16:
             structure.left[module] = NO_LINEAR
         else:
             structure.linears[tensor] = module

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...schemes import Recipe
 from ..checkpoint.directory import Checkpoint
+from ..checkpoint.folds import FoldRecord
 from ..checkpoint.fusion import fused_with
 from ..errors import FlowError, some
 from ..hf.forward import TRACE_SHAPE, arguments, float_model, on_tokens_alone
@@ -130,6 +131,14 @@ def _store(changes: Changes, smoothing: Smoothing, structure: Structure) -> None
     for kind in ("columns", "rows", "replaced"):
         for name, value in getattr(smoothing, kind).items():
             getattr(changes, kind)[structure.names.stored[name]] = value
+    stored = structure.names.stored
+    for fold, divisors in smoothing.folds:
+        producer, into = fold.producer, {stored[a.parameter]: torch.tensor(a.channels) for a in fold.absorbers}
+        bias = None if producer.bias is None else stored[producer.bias]
+        norm = producer.kind == "norm"
+        changes.folds.append(
+            FoldRecord(stored[producer.parameter], bias, norm, float(producer.offset), divisors.float().cpu(), into)
+        )
 
 
 def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:

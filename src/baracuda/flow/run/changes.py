@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...schemes import CalibrationData
+from ..checkpoint.folds import FoldRecord, read_folds, scaled, write_folds
 from ..checkpoint.tensorfile import TensorFile, write_tensors
 
 
@@ -27,6 +28,8 @@ class Changes:
     replaced: dict[str, Tensor] = field(default_factory=dict)
     #: Module -> the static scale of its input.
     input_scales: dict[str, Tensor] = field(default_factory=dict)
+    #: The folds that these factors come from, for whoever checks the result.
+    folds: list[FoldRecord] = field(default_factory=list)
     #: What the report tells: folds, layers left alone and why, outliers before and after.
     notes: dict[str, Any] = field(default_factory=dict)
     #: Module -> the input it reads. Modules that read the same tensor have the same input.
@@ -42,13 +45,7 @@ class Changes:
 
     def apply(self, tensor: str, first: int, block: Tensor) -> Tensor:
         """Smooth rows of a tensor from `first` on, in f32; return those of other tensors as they are."""
-        columns, rows = self.columns.get(tensor), self.rows.get(tensor)
-        if columns is not None:
-            block = block.float() * columns.to(block.device)
-        if rows is not None:
-            divisor = rows[first : first + block.shape[0]].to(block.device)
-            block = block.float() / divisor.view(-1, *[1] * (block.ndim - 1))
-        return block
+        return scaled(block, first, self.columns.get(tensor), self.rows.get(tensor))
 
     def touches(self, tensor: str) -> bool:
         return tensor in self.columns or tensor in self.rows
@@ -64,15 +61,16 @@ class Changes:
                 self._data[key] = CalibrationData(count, self.moments[key], self.hessians.get(key))
             return self._data[key]
 
-    def save(self, tensors: Path, notes: Path) -> None:
+    def save(self, tensors: Path, notes: Path, folds: Path) -> None:
         named = {f"{kind}:{name}": value for kind in _KINDS for name, value in getattr(self, kind).items()}
         metadata = {"inputs": json.dumps(self.inputs)} if self.inputs else None
         write_tensors(tensors, {name: value.detach().cpu() for name, value in named.items()}, metadata)
         notes.write_text(json.dumps(self.notes))
+        write_folds(folds, self.folds)
 
     @classmethod
-    def load(cls, tensors: Path, notes: Path) -> Changes:
-        loaded = cls(notes=json.loads(notes.read_text()))
+    def load(cls, tensors: Path, notes: Path, folds: Path) -> Changes:
+        loaded = cls(notes=json.loads(notes.read_text()), folds=read_folds(folds))
         with TensorFile(tensors) as file:
             loaded.inputs = json.loads(file.metadata.get("inputs", "{}"))
             for key in file.entries:

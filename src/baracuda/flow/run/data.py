@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.tensorfile import TensorFile
-from ..errors import FlowError
+from ..errors import FlowError, shown
 from ..hf.forward import float_model, generates, require_readable, tokenizer
 from .options import Options
 
@@ -128,11 +128,13 @@ def _text(line: str, where: str) -> str:
     """The text of a line of .jsonl: a string, or the "text" of an object."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = None
     text = record.get("text") if isinstance(record, dict) else record
+    if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise FlowError(f"{where}: half a character (a lone surrogate) in its text; correct the line, or remove it")
     if not isinstance(text, str):
-        raise FlowError(f'{where}: expected {{"text": "..."}}, got {line[:60]}; correct the line, or remove it')
+        raise FlowError(f'{where}: expected {{"text": "..."}}, got {shown(line)[1:-1]}; correct the line, or remove it')
     return text
 
 

@@ -34,6 +34,8 @@ class Journal:
 
     def begin(self, run: dict[str, Any], *, resume: bool) -> None:
         """Start, or resume the same run. Raise where the directory holds anything else."""
+        if self.out.is_symlink() and not self.out.exists():
+            raise FlowError(f"{self.out} is a link to nothing: remove it, or choose another output directory")
         if self.out.exists() and not self.out.is_dir():
             raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
         if not self.folder.exists():

@@ -12,7 +12,8 @@ import torch
 from ... import __version__
 from ...schemes import Recipe
 from ..checkpoint.config import quantization_config
-from ..checkpoint.directory import REPORT, REPORT_PAGE, Checkpoint, read_json
+from ..checkpoint.directory import MANIFEST, REPORT, REPORT_PAGE, Checkpoint, read_json
+from ..checkpoint.manifest import digests, encode, read_manifest
 from ..errors import FlowError, os_errors_explained
 from ..hf.coverage import float_share
 from ..hf.layers import Structure
@@ -47,6 +48,7 @@ def collect(
                 "bits": structure.choices[name].scheme.weight.bits,
                 "group_size": structure.choices[name].scheme.weight.group_size,
                 **({"method": entry["method"]} if "method" in entry else {}),
+                **({} if (rounding := structure.choices[name].method.name) == "rtn" else {"rounding": rounding}),
                 **outliers.get(name, {}),
             }
         )
@@ -141,5 +143,15 @@ def rebuild(out: str | Path) -> Path:
     with os_errors_explained(out, "run it again"):
         temporary.write_text(text)
         temporary.replace(out / REPORT_PAGE)
+        _seal_page(out)
         sync_directory(out)
     return out / REPORT_PAGE
+
+
+def _seal_page(out: Path) -> None:
+    """Put the SHA-256 of a new page into the manifest; what it says of all other files stays."""
+    sums = read_manifest(out)
+    if sums is not None:
+        temporary = out / f".{MANIFEST}.tmp"
+        temporary.write_text(encode(sums | digests(out, [REPORT_PAGE])))
+        temporary.replace(out / MANIFEST)

@@ -61,6 +61,7 @@ _LAYER = {
     "bits?": COUNT,
     "group_size?": Maybe(COUNT),
     "method?": Each(Maybe(TEXT_OR_NUMBER), table=True),
+    "rounding?": TEXT,
     "outlier_before?": Maybe(AMOUNT),
     "outlier_after?": Maybe(AMOUNT),
     "smoothed?": FLAG,

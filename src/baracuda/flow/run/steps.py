@@ -13,7 +13,10 @@ import torch
 from ... import __version__
 from ..checkpoint.companions import companions
 from ..checkpoint.config import quantization_config
-from ..checkpoint.directory import INDEX, JOURNAL, REPORT, SINGLE, Checkpoint, read_json
+from ..checkpoint.directory import FOLDS, INDEX, JOURNAL, MANIFEST, REPORT, SINGLE, Checkpoint, read_json
+from ..checkpoint.folds import write_folds
+from ..checkpoint.inventory import MADE_BY
+from ..checkpoint.manifest import manifest
 from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry, TensorFileWriter, layout
 from ..errors import FlowError
@@ -27,6 +30,9 @@ from .distributed import Team
 from .journal import Journal, digest, digest_file
 from .options import Options, Plan, Progress
 from .stream import ShardJob
+
+#: Of every shard. Readers look for the format.
+METADATA = {"format": "pt", **MADE_BY}
 
 
 def is_complete(out: Path) -> bool:
@@ -137,10 +143,20 @@ class Run:
         for path in companions(self.source.directory, self.out):
             self.journal.copy(self.source.directory / path, self.out / path)
         self._write_index(plans)
+        if changes.folds:
+            write_folds(self.journal.temporary(FOLDS), changes.folds)
+            self.journal.publish(self.journal.temporary(FOLDS), self.out / FOLDS)
         self.journal.write_json(self.out / "config.json", self._config())
-        result = self._report(changes, time.perf_counter() - started)
+        result, failure = self._report(changes, time.perf_counter() - started)
+        self.journal.write_bytes(self.out / MANIFEST, manifest(self.out, JOURNAL).encode())
         self.journal.end()
         self.team.barrier()
+        if failure is not None:
+            raise FlowError(
+                f"{self.out}: the checkpoint is complete, but its evaluation failed ({type(failure).__name__}: "
+                f"{str(failure)[:300]}), and the report has none; once that is solved: baracuda eval {self.out} "
+                f"--text {self.evaluation} --against {self.source.directory}"
+            ) from failure
         return result
 
     def _config(self) -> dict[str, Any]:
@@ -184,19 +200,20 @@ class Run:
         measured = [file.version for file in self.source.shards.values()]
         tensors = self.journal.made_from(measured, "prepared.safetensors")
         notes = self.journal.made_from(measured, "prepared.json")
-        # The notes are renamed last: their presence says that both files are whole.
+        folds = self.journal.made_from(measured, FOLDS)
+        # The notes are renamed last: their presence says that all files are whole.
         if self.team.gather(notes.exists())[0]:
-            return Changes.load(tensors, notes)
+            return Changes.load(tensors, notes, folds)
         from .calibrate import calibrate  # takes a while to import
 
         made = calibrate(self.source, self.structure, self.plan, self.options, self.calibration, self.team, self.device,
                          self.progress)  # fmt: skip
 
         def keep() -> None:
-            temporary = self.journal.temporary("prepared"), self.journal.temporary("notes")
+            temporary = [self.journal.temporary(name) for name in ("prepared", "notes", "folds")]
             made.save(*temporary)
-            self.journal.publish(temporary[0], tensors)
-            self.journal.publish(temporary[1], notes)
+            for path, final in ((temporary[0], tensors), (temporary[2], folds), (temporary[1], notes)):
+                self.journal.publish(path, final)
 
         for file in self.source.shards.values():
             file.require_unchanged()
@@ -219,8 +236,11 @@ class Run:
     def _rehearse(self) -> None:
         """Raise here, before any work, where the evaluation will not be possible."""
         if self.evaluation is not None:
+            from ..hf.rehearsal import require_loadable  # takes a while to import
+
             model, data = self.source.directory, self.evaluation
             self._together(lambda: rehearse(model, data, self.options, self.device))
+            self._together(lambda: require_loadable(self.device))
 
     def _layout(self, shard: str) -> list[Entry]:
         """The tensors of a shard of the result, with their places in the file."""
@@ -255,10 +275,10 @@ class Run:
         temporary = self.journal.temporary(name)
         if workers.leads:
             (self.out / name).unlink(missing_ok=True)  # from another version of the input
-            writer = TensorFileWriter(temporary, plan, {"format": "pt"})
+            writer = TensorFileWriter(temporary, plan, METADATA)
         workers.barrier()
         if not workers.leads:
-            writer = TensorFileWriter(temporary, plan, {"format": "pt"}, create=False)
+            writer = TensorFileWriter(temporary, plan, METADATA, create=False)
         job = ShardJob(
             source,
             writer,
@@ -290,7 +310,8 @@ class Run:
         content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         self.journal.write_json(self.out / INDEX, content)
 
-    def _report(self, changes: Changes, seconds: float) -> dict[str, Any]:
+    def _report(self, changes: Changes, seconds: float) -> tuple[dict[str, Any], Exception | None]:
+        """Write the report; also return what made the evaluation fail, which the checkpoint must not be lost to."""
         statistics: dict[str, Any] = {}
         for shard in self.source.shards:
             statistics |= read_json(self.journal.statistics(shard, self.version(shard)))
@@ -299,15 +320,20 @@ class Run:
         )
         size = content["size"]["before"]
         content["run"] = reports.run_section(size, seconds, self.device, self.team.size, self.record())
+        failure = None
         if self.evaluation is not None:
-            from .evaluate import evaluate  # takes a while to import
-
-            folded = changes.notes.get("folded", [])
-            scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
-            measured = evaluate(
-                self.source.directory, self.out, self.evaluation, self.options, self.device, self.progress, scaled
-            )
-            content["run"]["tokens_per_second"] = measured.pop("tokens_per_second")
-            content["evaluation"] = measured
+            try:
+                content["evaluation"] = self._evaluate(self.evaluation, changes)
+                content["run"]["tokens_per_second"] = content["evaluation"].pop("tokens_per_second")
+            except Exception as error:  # whatever it is, the weights are written
+                failure = error
+                content["run"]["made_from"]["evaluation"] = None
         reports.write(self.journal, self.out, content)
-        return content
+        return content, failure
+
+    def _evaluate(self, data: Path, changes: Changes) -> dict[str, Any]:
+        from .evaluate import evaluate  # takes a while to import
+
+        folded = changes.notes.get("folded", [])
+        scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
+        return evaluate(self.source.directory, self.out, data, self.options, self.device, self.progress, scaled)

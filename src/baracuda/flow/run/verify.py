@@ -7,6 +7,8 @@ from pathlib import Path
 
 from ..checkpoint.check import Check, Finding
 from ..checkpoint.compare import compare
+from ..checkpoint.inventory import check_inventory
+from ..hf.compare_config import compare_configs
 from ..hf.expectations import check_model
 from ..hf.hub import local_directory
 
@@ -17,7 +19,9 @@ MAX_FINDINGS = 200
 def verify(out: str | Path, against: str | Path | None = None) -> list[Finding]:
     """What is wrong with the checkpoint in `out`; `against` also compares it with the one it was made from.
 
-    Every element of every tensor is compared, except in the tensors that smoothing has changed on purpose.
+    Every byte of every file is compared with the SHA-256 that quantizing wrote down; against the original, every
+    element of every tensor, every setting, and every file beside the weights. Weights that were rounded to nearest by
+    this version are computed again, smoothing included, and must have the same bits.
     """
     check = Check(local_directory(out))
     _run(check, local_directory(against) if against is not None else None)
@@ -30,7 +34,7 @@ def _run(check: Check, against: Path | None) -> None:
     with ExitStack() as stack:
         config, recipe = check.read_config()
         check.open_files(stack)
-        check.check_other_files()
+        check_inventory(check)
         if recipe is not None:
             check.check_modules(recipe)
             check.check_ignored(config["quantization_config"]["ignore"])
@@ -40,4 +44,5 @@ def _run(check: Check, against: Path | None) -> None:
             check.check_values(name)
         if against is not None:
             compare(check, against, recipe)
+            compare_configs(check, config, against)
     return None

@@ -28,6 +28,8 @@ class Smoothing:
     #: Linear weight -> the divisor of each of its input channels.
     divisors: dict[str, Tensor] = field(default_factory=dict)
     alphas: dict[str, float | None] = field(default_factory=dict)
+    #: Each fold with the divisors that really happened.
+    folds: list[tuple[Fold, Tensor]] = field(default_factory=list)
 
     def add(self, fold: Fold, strength: Tensor, parameters: dict[str, Tensor], alpha: float | None) -> None:
         """Add one fold; `strength` has a divisor for each channel of the producer."""
@@ -39,6 +41,7 @@ class Smoothing:
         else:
             for name in filter(None, (producer.parameter, producer.bias)):
                 self.rows[name] = self.rows[name] * strength if name in self.rows else strength
+        self.folds.append((fold, strength))
         for absorber in fold.absorbers:
             divisor = strength[list(absorber.channels)]
             self.columns[absorber.parameter] = divisor
