@@ -10,7 +10,7 @@ from ..errors import FlowError
 #: `organisation/model`; anything else is a path.
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 #: What a model directory is made of. Other formats of weights are never opened, so they are not downloaded.
-FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "baracuda.sha256", "*.tensors"]
 
 
 def local_directory(name: str | Path) -> Path:
