@@ -68,6 +68,11 @@ def _figures(plan: dict[str, Any]) -> Table:
     table.add_row("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}")
     table.add_row("bits", f"{plan['average_bits']:.3f} a weight of the quantized Linears, scales included")
     table.add_row("float", f"{plan['float_share']:.1%} of the parameters of the Linears, the output head aside")
+    if (chosen := plan.get("precision")) is not None:
+        goal = f"--budget {chosen['budget']:g}" if "budget" in chosen else f"--max-kl {chosen['max_kl']:g}"
+        counts = {bits: sum(unit["bits"] == bits for unit in chosen["units"]) for bits in (4, 8, 16)}
+        said = f"of {len(chosen['units'])} sets of layers {counts[8]} get 8 bits, {counts[16]} stay float"
+        table.add_row("chosen", f"for {goal}: {said}; KL {chosen['kl']:.4f} with rounding to nearest")
     memory = f"{estimate['memory_bytes'] / 2**20:.0f} MiB besides Python and torch"
     table.add_row("estimate", f"{_duration(estimate['seconds'])}, {memory}")
     for note in plan["notes"]:

@@ -71,6 +71,14 @@ def quantize(
         int,
         typer.Option(help="Columns that share a scale in w4a8 and w4a16; a smaller size where it divides no columns."),
     ] = 128,
+    budget: Annotated[
+        float | None,
+        typer.Option(help="Average bits, such as 4.5: the layers of a 4-bit scheme that gain most get 8 bits."),
+    ] = None,
+    max_kl: Annotated[
+        float | None,
+        typer.Option(help="KL divergence to keep: as few layers as it takes get 8 bits, or stay float."),
+    ] = None,
     allow_float: Annotated[
         bool, typer.Option("--allow-float", help="Go on although most of the model's Linears stay in floating point.")
     ] = False,
@@ -114,8 +122,11 @@ def quantize(
                 device=device,
                 resume=resume,
                 progress=progress,
+                budget=budget,
+                max_kl=max_kl,
                 allow_float=allow_float,
                 dry_run=dry_run,
+                on_plan=(lambda plan: output.show(*plans.drawn(plan))) if budget or max_kl else None,
             )
         if dry_run:
             output.show(*plans.drawn(content))

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.scope import PerToken
-from ...functional import dequantize, dynamic_quantize, fake_quantize
-from ...schemes import CalibrationData, Choice
+from ...schemes import CalibrationData
 from ...schemes.hessian import Moments
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import Storage
@@ -26,6 +24,7 @@ from ..errors import FlowError
 from ..hf.blocks import Chain, find_chain
 from ..hf.forward import arguments, float_model
 from ..hf.layers import Structure
+from .activations import input_rule
 from .changes import Changes
 from .data import read_for
 from .distributed import Team
@@ -151,18 +150,9 @@ class Blockwise:
 
     def _input_rule(self, module: str) -> Callable[[Tensor], Tensor] | None:
         """What the quantized model makes of a linear's input, as floats; None where it stays as it is."""
-        choice: Choice = self.structure.choices[module]
-        if choice.scheme.activation.kind == "float":
-            return None
-        if choice.scheme.activation.kind == "static":
-            scale = float(self.changes.input_scales[module])
-            return lambda x: fake_quantize(x, scale, q_min=-127)
-
-        def rounded(x: Tensor) -> Tensor:
-            made = dynamic_quantize(x, scope=PerToken())
-            return dequantize(made.q, made.scale, scope=PerToken())
-
-        return rounded
+        activation = self.structure.choices[module].scheme.activation
+        scale = float(self.changes.input_scales[module]) if activation.kind == "static" else None
+        return input_rule(activation, scale)
 
     def _change(self, model: nn.Module) -> None:
         """Apply what calibration decided to the model in memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -30,6 +31,8 @@ class Options:
     method: str = "rtn"
     one_shot: bool = False
     rules: tuple[Rule, ...] = ()
+    budget: float | None = None
+    max_kl: float | None = None
 
     def __post_init__(self) -> None:
         # W8A8 and w8a8 are one scheme, so a run that was begun with the one goes on with the other.
@@ -51,7 +54,30 @@ class Options:
         recipe = Recipe(Choice(scheme, _method(self.method)), tuple(rules))
         if self.one_shot and recipe.needs is None:
             raise FlowError(f"method {self.method} needs no data: drop --one-shot, or use --method gptq")
-        return Plan(recipe, smooths or bool(self.smooth), recipe.needs is not None and not self.one_shot)
+        self._require_choosable(recipe)
+        sequential = recipe.needs is not None and not self.one_shot
+        return Plan(recipe, smooths or bool(self.smooth), sequential, self.chooses)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether some layers get more bits, chosen by what quantizing them does to the model."""
+        return self.budget is not None or self.max_kl is not None
+
+    def _require_choosable(self, recipe: Recipe) -> None:
+        """Raise for a budget that cannot be met, and for schemes without a choice."""
+        if not self.chooses:
+            return
+        if self.budget is not None and self.max_kl is not None:
+            raise FlowError("expected --budget or --max-kl, got both; drop one")
+        if self.budget is not None and not 4 <= self.budget <= 16:
+            raise FlowError(f"--budget: expected average bits from 4 to 16, got {self.budget:g}")
+        if self.max_kl is not None and not 0 < self.max_kl < math.inf:
+            raise FlowError(f"--max-kl: expected a positive number, got {self.max_kl:g}")
+        if recipe.static or all(choice.scheme.weight.bits == 8 for choice in recipe.choices):
+            raise FlowError(
+                "--budget and --max-kl choose which 4-bit layers get 8 bits: use --scheme w4a16 or w4a8, and dynamic "
+                "activations"
+            )
 
     def _scheme(self, name: str, group_size: int) -> tuple[Scheme, bool]:
         """A scheme with these activations and groups, and whether its name also asks for smoothing."""
@@ -87,6 +113,8 @@ class Options:
             "method": self.method == Options.method,
             "one_shot": not self.one_shot,
             "rules": not self.rules,
+            "budget": self.budget is None,
+            "max_kl": self.max_kl is None,
         }
         return {key: value for key, value in written.items() if not newer.get(key, False)}
 
@@ -116,10 +144,12 @@ class Plan:
     recipe: Recipe
     smooth: bool
     sequential: bool = False
+    #: Whether sensitivities are measured, to choose the bits of each layer.
+    chooses: bool = False
 
     @property
     def needs_calibration(self) -> bool:
-        return self.measures or self.sequential
+        return self.measures or self.sequential or self.chooses
 
     @property
     def measures(self) -> bool:

@@ -45,6 +45,8 @@ def quantize_checkpoint(
     method: str = "rtn",
     one_shot: bool = False,
     recipe: str | Path | Mapping[str, Any] | None = None,
+    budget: float | None = None,
+    max_kl: float | None = None,
     allow_float: bool = False,
     dry_run: bool = False,
     on_plan: Callable[[dict[str, Any]], None] | None = None,
@@ -65,6 +67,10 @@ def quantize_checkpoint(
       tokens are read.
     - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given. A layer whose columns it does not
       divide gets the next smaller of 32, 64 and 128 that does; the report says which.
+    - `budget`: average bits of the quantized Linears, scales included, such as 4.5: the layers of a 4-bit scheme that
+      gain most from it get 8 bits, as many as the budget pays for. `max_kl`: the fewest that keep the KL divergence to
+      the float model within this bound; where 8 bits everywhere do not, some layers stay float. Both measure on the
+      calibration data what quantizing each layer alone does to the model, and the report has the figures.
     - `allow_float`: accept a checkpoint of which most parameters of the Linears stay in floating point. Without it such
       a run raises before it begins.
     - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
@@ -95,6 +101,8 @@ def quantize_checkpoint(
         smooth,
         method,
         one_shot,
+        budget=budget,
+        max_kl=max_kl,
     )
     if recipe is not None:
         read = read_recipe(recipe)

@@ -86,6 +86,13 @@ _EVALUATION = {
     "layers?": Each(Maybe(DECIBEL), table=True),
     "worst?": Each({"kl": Maybe(NUMBER), "sequence": COUNT, "position": COUNT}),
 }
+_PRECISION = {
+    "budget?": AMOUNT,
+    "max_kl?": AMOUNT,
+    "kl": AMOUNT,
+    "tokens": COUNT,
+    "units": Each({"layers": Each(TEXT), "bits": COUNT, "kl_4_bits": AMOUNT, "kl_8_bits": AMOUNT}),
+}
 REPORT = {
     "baracuda": TEXT,
     "model": {"name": TEXT, "architectures": Maybe(Each(TEXT)), "model_type": Maybe(TEXT)},
@@ -96,6 +103,7 @@ REPORT = {
     "left": Each({"name": TEXT, "reason": TEXT}),
     "float_share?": AMOUNT,
     "notes?": Each(TEXT),
+    "precision?": _PRECISION,
     "smoothing": Maybe(_SMOOTHING),
     "size": {"before": COUNT, "after": COUNT, "ratio": AMOUNT},
     "evaluation": Maybe(_EVALUATION),

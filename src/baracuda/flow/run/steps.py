@@ -57,6 +57,8 @@ class Run:
     #: Accept a checkpoint of which most stays in floating point.
     allow_float: bool = False
     structure: Structure = field(init=False)
+    #: Which layers were given more bits, and the figures that decided it.
+    precision: dict[str, Any] | None = field(init=False, default=None)
     journal: Journal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -109,9 +111,33 @@ class Run:
 
     def preview(self) -> dict[str, Any]:
         """What the run would do; nothing is written."""
+        self._choose(None)
+        return self._preview()
+
+    def _preview(self) -> dict[str, Any]:
         from .preview import preview
 
-        return preview(self.source, self.structure, self.plan, self.options, self.device)
+        chosen = {"precision": self.precision} if self.precision is not None else {}
+        return preview(self.source, self.structure, self.plan, self.options, self.device) | chosen
+
+    def _choose(self, kept: Path | None) -> None:
+        """Measure which layers need more bits and change their schemes, or read what was measured; `kept` is where."""
+        if not self.plan.chooses:
+            return
+        assert self.calibration is not None
+        from .precision import choose_precision, take_over
+
+        found = read_json(kept) if kept is not None and self.team.leads and kept.exists() else None
+        if found is None and self.team.leads:
+            found = choose_precision(
+                self.source, self.structure, self.calibration, self.options, self.device, self.progress
+            )
+            if kept is not None:
+                self.journal.write_json(kept, found)
+        self.precision = found = self.team.gather(found)[0]
+        take_over(self.structure, found)
+        if not self.allow_float:
+            require_mostly_quantized(self.structure, self.source, self.options.group_size)
 
     def go(self, *, resume: bool, on_plan: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
         try:
@@ -125,8 +151,10 @@ class Run:
             return self._ended()
         self._together(lambda: self.journal.begin(self.fingerprint(), resume=resume))
         try:
+            version = [file.version for file in self.source.shards.values()]
+            self._choose(self.journal.made_from(version, "precision.json"))
             if on_plan is not None and self.team.leads:
-                on_plan(self.preview())
+                on_plan(self._preview())
             self._rehearse()
             changes = self._calibrate()
             self._quantize_blocks(changes)
@@ -318,6 +346,8 @@ class Run:
         content = reports.collect(
             self.source, self.out, self.options.scheme, self.plan.recipe, self.structure, statistics, changes.notes
         )
+        if self.precision is not None:
+            content["precision"] = self.precision
         size = content["size"]["before"]
         content["run"] = reports.run_section(size, seconds, self.device, self.team.size, self.record())
         failure = None
