@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 import baracuda
 from baracuda.flow.hf.measure import wait
+from baracuda.flow.hf.modules import quantized_linear
+from baracuda.flow.hf.packed import make_ready
+from baracuda.schemes import checkpoint_scheme
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Decoders:
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
     def quantized(self, scheme: str, merge: bool = True) -> Any:
+        if scheme in ("w4a16", "w4a8"):
+            return self._in_groups(scheme, merge)
         model = self.floats()
         knows_merge = "merge" in inspect.signature(baracuda.quantize_model).parameters
         options: dict[str, Any] = {"merge": merge} if knows_merge else {}
@@ -71,6 +76,24 @@ class Decoders:
         report = baracuda.quantize_model(model, scheme, ignore=["lm_head"], **options)
         if not report.replaced:
             raise SystemExit(f"{scheme}: nothing was replaced: {report}")
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return model
+
+    def _in_groups(self, scheme: str, merge: bool) -> Any:
+        """4-bit weights in groups, as checkpoints hold them; random integers, as a search for scales takes minutes."""
+        model, (stored, _) = self.floats(), checkpoint_scheme(scheme)
+        widths = {module.in_features for modules, _ in linears(model) for module in modules}
+        stored = stored.with_groups(next(size for size in (128, 64, 32, 16) if not any(k % size for k in widths)))
+        for name, module in list(model.named_modules()):
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                made = quantized_linear(module, stored, module.weight.dtype)
+                made.weight_packed.random_(-(2**31), 2**31)
+                made.weight_scale.random_(1, 16).mul_(2.0**-10)
+                model.set_submodule(name, made)
+        make_ready(model)
+        if merge:
+            baracuda.models.merge_siblings(model)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return model

@@ -15,7 +15,7 @@ from ..core.notebook import html_table
 from ..core.patterns import flaw, matches
 from ..core.types import DynamicRangeMode
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
-from ..nn.linear import require_linear
+from ..nn.requirements import require_linear
 from ..schemes import CalibrationData, Choice, LinearScheme, LiveScheme, Recipe, Scheme, get_method, live_scheme
 from .merge import Inputs, merge_siblings
 

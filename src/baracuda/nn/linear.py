@@ -9,23 +9,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..autograd import straight_through
-from ..core.errors import InvalidProblem, Unsupported
+from ..backends.registry import Value
+from ..core.errors import InvalidProblem
 from ..core.optable import activation_zero_point_numbers, packed_shape, scale_numbers
-from ..core.problem import Problem, dynamic_range
-from ..core.scope import PerChannel, PerGroup, Scope
-from ..core.types import FLOATS, DynamicRangeMode, Element, ElementKind, ModeName, QuantizeKind, member
-from ..functional import (
-    dequantize,
-    fake_quantize,
-    quantize,
-    quantized_linear,
-    smoothquant_linear,
-)
+from ..core.problem import Problem, Spec, dynamic_range
+from ..core.scope import PerChannel, PerGroup, PerTensor, Scope
+from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, ModeName, QuantizeKind, member
+from ..dispatch.options import dynamic_spec
+from ..functional import dequantize, fake_quantize, quantize, quantized_linear, smoothquant_linear
 from ..schemes.formats import WeightFormat
 from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with, rtn
 from .autocast import under_autocast
 from .launches import Launches
+from .requirements import require_computable, require_linear
 from .row_sums import RowSums
 from .siblings import Sibling, Traced
 from .state import fit_state, one_value
@@ -207,9 +204,26 @@ class QuantizedLinear(IntegerLinear):
     activations. A symmetric range over u8 `activation`s begins at 0: what is negative becomes 0.
     """
 
+    op: ClassVar[QuantizeKind] = QuantizeKind.QUANTIZED_LINEAR
+    launched: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_factor")
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._launches = Launches()
+
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        mode, activation, low, high = self.mode, self.activation, self.q_min, self.q_max
+        whole, divided, none, group = PerTensor(), Arithmetic.DIVIDE, Activation.NONE, self.weight_group
+        return dynamic_spec(
+            dtype, whole, mode, activation, low, high, None, False, divided, self.weight_element, none, group
+        )
+
+    def _operands(self) -> tuple[Value, ...]:
+        return self.weight, self.weight_scale.view(-1), self.bias, self.weight_factor
+
+    def _inputs(self, x: Tensor, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        weight, scale, bias, factor = operands
+        return x, weight, scale, bias, self._weight_sum(), None, factor
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
         return dynamic_range(self.activation, self.mode, q_min, q_max)
@@ -353,30 +367,3 @@ class SmoothQuantLinear(IntegerLinear):
         return quantize(
             x, self.input_scale, self.input_zero_point, dtype=self.activation, q_min=self.q_min, q_max=self.q_max
         )
-
-
-def require_linear(module: nn.Module) -> None:
-    """Raise, with the reason a report prints, unless the module is a linear whose weight can be quantized."""
-    if not isinstance(module, nn.Linear):
-        raise Unsupported(f"expected an nn.Linear, got {type(module).__name__}")
-    weight = module.weight
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        raise InvalidProblem(f"expected a weight of shape [N, K], got {type(weight).__name__} of {weight.ndim} axes")
-    if weight.dtype not in {kind.dtype for kind in FLOATS}:
-        raise Unsupported(f"weight is {weight.dtype}: expected one of {', '.join(kind.value for kind in FLOATS)}")
-
-
-def require_computable(
-    weight: ElementKind,
-    activation: ElementKind,
-    mode: DynamicRangeMode,
-    q_min: int,
-    q_max: int,
-    weight_group: int = 0,
-    k: int = 1,
-) -> None:
-    """Raise unless a quantized linear takes these types, this range and these groups."""
-    Problem(
-        QuantizeKind.QUANTIZED_LINEAR, (1, 1, k), ElementKind.F32, activation, q_min, q_max, mode=mode, weight=weight,
-        weight_group=weight_group,
-    )  # fmt: skip

@@ -13,8 +13,9 @@ from ..core.scope import PerChannel, PerTensor, PerToken
 from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName
 from .autocast import under_autocast
 from .fake_quantize import FakeQuantize, Strategy
-from .linear import QuantizedLinear, SmoothQuantLinear, require_computable, require_linear
+from .linear import QuantizedLinear, SmoothQuantLinear
 from .observers import MovingAverage, Observer
+from .requirements import require_computable, require_linear
 
 
 class QATLinear(nn.Linear):

@@ -1,31 +1,69 @@
-"""The Linear of w4a16 checkpoints: 4-bit weights in groups, made float for each call by baracuda's dequantize."""
+"""The Linear of w4a16 checkpoints: 4-bit weights in groups, multiplied as they are stored."""
 
 from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ...backends.registry import Value
+from ...core.problem import Spec
 from ...core.scope import PerGroup
-from ...functional import dequantize
+from ...core.types import Activation, BackendKind, ElementKind, QuantizeKind
+from ...dispatch.eager import cached_plan
+from ...dispatch.options import weight_only_spec
+from ...functional import dequantize, weight_only_linear
 from ...nn import QuantizedLinear
+from ...nn.autocast import under_autocast
+from ...nn.launches import Launches
+from ...nn.siblings import Sibling, asks_siblings
 from ...schemes.search import split_factors
+from ..checkpoint.nibbles import in_order, order_of_groups, unpack_rows
 from ..errors import FlowError
 
+#: On the CPU, up to this many tokens are multiplied by the packed weight: a token has the same bits in each such batch.
+#: More are multiplied by the weight made float, which is faster then; torch chooses the order of those sums.
+FEW_TOKENS = 32
 
-def compute_in_integers(model: nn.Module) -> nn.Module:
-    """Replace what was loaded for integer activations by integer linears: their group scales become factors."""
+_is_traced = torch.compiler.is_dynamo_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+
+def make_ready(model: nn.Module) -> nn.Module:
+    """Prepare packed linears whose tensors are loaded; those of integer inputs become integer linears."""
     for name, module in list(model.named_modules()):
         if isinstance(module, PackedLinear) and module.integer_inputs:
             model.set_submodule(name, module.integer_linear(name))
+        elif isinstance(module, PackedLinear):
+            module.make_ready(name)
     return model
 
 
-class PackedLinear(nn.Module):
-    """y = x @ dequantize(W).T + bias; its state is what the checkpoint stores."""
+class PackedLinear(Sibling):
+    """y = x @ W.T + bias, W = (q - zero point) * scale in groups of columns; its state is what the checkpoint stores.
 
+    A few tokens are multiplied by the 4-bit weight as it lies in memory: up to 32 on the CPU, where a token has the
+    same bits in every such batch; any number on a GPU that has a kernel for it. Other calls make the weight float.
+
+    A file whose groups are out of order (GPTQ's act-order) is put in order once it is loaded: `weight_packed` then has
+    the columns of a group side by side, `input_order` says which input each of them multiplies, and the linear cannot
+    be saved as a checkpoint again.
+    """
+
+    op: ClassVar[QuantizeKind] = QuantizeKind.WEIGHT_ONLY_LINEAR
+    rowwise: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "zero_point", "bias")
+    unread: ClassVar[tuple[str, ...]] = ("weight_shape", "weight_zero_point", "weight_g_idx")
+    launched: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "zero_point")
+    bias: nn.Parameter | None
     weight_packed: Tensor
     weight_scale: Tensor
     weight_shape: Tensor
+    weight_zero_point: Tensor | None
+    weight_g_idx: Tensor | None
+    zero_point: Tensor | None
+    input_order: Tensor | None
 
     def __init__(
         self,
@@ -34,6 +72,8 @@ class PackedLinear(nn.Module):
         bias: bool,
         group_size: int,
         *,
+        zero_points: bool = False,
+        act_order: bool = False,
         integer_inputs: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -42,21 +82,62 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features, self.group_size = in_features, out_features, group_size
         #: Whether inputs are quantized too: an integer linear then takes the place of this one, once it is loaded.
         self.integer_inputs = integer_inputs
-        packed = torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device)
-        scale = torch.ones(out_features, in_features // group_size, dtype=dtype, device=device)
-        self.register_buffer("weight_packed", packed)
-        self.register_buffer("weight_scale", scale)
-        self.register_buffer(
-            "weight_shape", torch.tensor([out_features, in_features], dtype=torch.int64, device=device)
-        )
+        groups = in_features // group_size
+        self._buffer("weight_packed", torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device))
+        self._buffer("weight_scale", torch.ones(out_features, groups, dtype=dtype, device=device))
+        shape = torch.tensor([out_features, in_features], dtype=torch.int64, device=device)
+        self._buffer("weight_shape", shape)
+        words = torch.zeros((out_features + 7) // 8, groups, dtype=torch.int32, device=device) if zero_points else None
+        self._buffer("weight_zero_point", words)
+        indices = torch.arange(in_features, dtype=torch.int32, device=device) // group_size if act_order else None
+        self._buffer("weight_g_idx", indices)
+        self.register_buffer("zero_point", None, persistent=False)
+        self._buffer("input_order", None)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
+        self._launches = Launches()
+
+    def _buffer(self, name: str, value: Tensor | None) -> None:
+        self.register_buffer(name, value)
+
+    def make_ready(self, name: str = "") -> None:
+        """Once the tensors are loaded: unpack the zero points, and put the columns of a group side by side."""
+        if self.weight_packed.is_meta:
+            return
+        with torch.no_grad(), torch.inference_mode(False):
+            if self.weight_g_idx is not None:
+                order = order_of_groups(self.weight_g_idx, self.group_size, name or "weight_g_idx")
+                if order is not None:
+                    self.weight_packed = in_order(self.weight_packed, order)
+                    self.input_order = order
+                self.weight_g_idx = None
+            self.zero_point = self._zero_points()
+
+    def _zero_points(self) -> Tensor | None:
+        """The zero point of each group, as the stored integers see it; None where all are 8."""
+        words = self._buffers.get("weight_zero_point")  # siblings as one have what follows from it alone
+        return None if words is None else unpack_rows(words, self.out_features).to(torch.int32)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.zero_point = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight_zero_point" and self._buffers.get("zero_point") is not None:
+            self.zero_point = None
+
+    # -- the weight --------------------------------------------------------------------------------------------------
 
     def dequantized_weight(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        # Stored offset by 8; flipping the top bit of each nibble gives two's complement.
-        nibbles = self.weight_packed.view(torch.uint8) ^ 0x88
+        """The float weight these integers stand for, its columns in the order of the inputs."""
+        weight = self._whole(dtype)
+        return weight if self.input_order is None else torch.empty_like(weight).index_copy_(1, self.input_order, weight)
+
+    def _whole(self, dtype: torch.dtype) -> Tensor:
         scale = self.weight_scale if self.weight_scale.dtype is dtype else self.weight_scale.float()
-        return dequantize(nibbles, scale, scope=PerGroup(self.group_size), element="s4", dtype=dtype)
+        weight, _, zero_point = self._operands()[:3]
+        return dequantize(weight, scale, zero_point, scope=PerGroup(self.group_size), element="u4", dtype=dtype)
 
     def integer_linear(self, name: str) -> QuantizedLinear:
         """The integer linear of these weights; raises unless the scales of a row are integer multiples of one."""
@@ -66,13 +147,13 @@ class PackedLinear(nn.Module):
                 f"{name}: expected group scales that are 1 to 15 times a scale of their row, as baracuda writes "
                 "them for w4a8; other group scales are computed with float activations only: load it as w4a16"
             )
-        bias = self.bias if isinstance(self.bias, nn.Parameter) else None
         made = QuantizedLinear(
             self.in_features, self.out_features, False, weight_element="s4", weight_group=self.group_size
         )
+        # Stored offset by 8; flipping the top bit of each nibble gives two's complement.
         made.weight = self.weight_packed.view(torch.uint8) ^ 0x88
         made.weight_scale, made.weight_factor = split[0].unsqueeze(1), split[1]
-        made.bias = bias
+        made.bias = self.bias
         return made
 
     @property
@@ -89,9 +170,76 @@ class PackedLinear(nn.Module):
         weight._is_hf_initialized = True  # type: ignore[attr-defined]
         return weight
 
+    # -- the product -------------------------------------------------------------------------------------------------
+
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.to(x.dtype) if isinstance(self.bias, Tensor) else None
-        return nn.functional.linear(x, self.dequantized_weight(x.dtype), bias)
+        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
+            return y
+        if self.input_order is not None:
+            x = x.index_select(-1, self.input_order)
+        x = under_autocast(x)
+        bias = self.bias if self.bias is None or self.bias.dtype in (torch.float32, x.dtype) else self.bias.to(x.dtype)
+        if not self._multiplies_packed(x):
+            return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
+        if not _is_traced() and (y := self._launches(self, x)) is not None:
+            return y
+        weight, scale, zero_point = self._operands()[:3]
+        scale = scale if scale.dtype in (torch.float32, x.dtype) else scale.float()
+        return weight_only_linear(x, weight, scale, bias, weight_zero_point=zero_point, weight_element="u4")
+
+    def _multiplies_packed(self, x: Tensor) -> bool:
+        if x.device.type == "cpu":
+            return bool(x.numel() <= FEW_TOKENS * self.in_features)
+        return bool(has_kernel(x.device, x.dtype, self.out_features, self.in_features, self._group))
+
+    @property
+    def _group(self) -> int:
+        """As problems name it: 0 for one group a row."""
+        return self.group_size if self.group_size < self.in_features else 0
+
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        return weight_only_spec(dtype, ElementKind.U4, Activation.NONE, self._group)
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Any]:
+        weight, scale, zero_point = self.weight_packed.view(torch.uint8), self.weight_scale, self.zero_point
+        if zero_point is None:
+            zero_point = self._zero_points()
+            if zero_point is not None and not _is_traced() and not _dispatch_modes():
+                self.zero_point = zero_point
+        if zero_point is None:
+            zero_point = _eights(scale.device, scale.shape[1]).expand(scale.shape)
+        return weight, scale, zero_point, self.bias
+
+    def _inputs(self, x: Tensor, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        return (x, *operands, None)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, group_size={self.group_size}"
+        kinds = "" if self._buffers.get("weight_zero_point") is None else ", zero points"
+        return sizes + kinds + ("" if self.input_order is None else ", groups put in order")
+
+
+def _eights(device: torch.device, groups: int) -> Tensor:
+    """The zero point of symmetric weights, which are stored offset by 8."""
+    if _is_traced() or _dispatch_modes():
+        return torch.full((1, groups), 8, dtype=torch.int32, device=device)
+    return _kept_eights(device, groups)
+
+
+@lru_cache(maxsize=256)
+def _kept_eights(device: torch.device, groups: int) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, groups), 8, dtype=torch.int32, device=device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int) -> bool:
+    """Whether something faster than the reference multiplies floats by packed weights of this shape."""
+    return _has_kernel(device, dtype, n, k, group)
+
+
+@lru_cache(maxsize=4096)
+def _has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int) -> bool:
+    spec = weight_only_spec(dtype, ElementKind.U4, Activation.NONE, group)
+    plans = [cached_plan(device, QuantizeKind.WEIGHT_ONLY_LINEAR, (m, n, k), spec) for m in (1, 2048)]
+    return all(plan.kernel.backend is not BackendKind.REFERENCE for plan in plans)

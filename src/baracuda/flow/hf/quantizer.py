@@ -22,7 +22,7 @@ from ..errors import FlowError
 from .experts import SERIALIZED, expert_sources, float_experts
 from .live import quantize_loaded
 from .modules import quantized_linear
-from .packed import compute_in_integers
+from .packed import make_ready
 from .skeleton import stay_float
 
 METHOD = "baracuda"
@@ -139,7 +139,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             model._weight_conversions = [own.get(id(rule), rule) for rule in rules]  # type: ignore[assignment]
         if not self.pre_quantized:
             quantize_loaded(model, config.recipe(), config.ignore)
-            return compute_in_integers(model)
+            return make_ready(model)
         for name, tensor in model.state_dict().items():
             if tensor.shape == self.shapes.get(name, tensor.shape):
                 continue
@@ -149,7 +149,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
                 f"{name}: expected {list(self.shapes[name])}, the file has {list(tensor.shape)}; make or download "
                 "the checkpoint again"
             )
-        computing = compute_in_integers(model)
+        computing = make_ready(model)
         self.shapes = {name: tensor.shape for name, tensor in computing.state_dict().items()}
         return computing
 
