@@ -18,7 +18,8 @@ from ...functional import dequantize, weight_only_linear
 from ...nn import QuantizedLinear
 from ...nn.autocast import under_autocast
 from ...nn.launches import Launches
-from ...nn.siblings import Sibling, asks_siblings
+from ...nn.siblings import Sibling, Traced
+from ...nn.traced import asks_siblings, bias_as, share_traced
 from ...schemes.search import split_factors
 from ..checkpoint.nibbles import in_order, order_of_groups, unpack_rows
 from ..errors import FlowError
@@ -173,12 +174,12 @@ class PackedLinear(Sibling):
     # -- the product -------------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor) -> Tensor:
-        if asks_siblings() and self._member is not None and (y := self._member.share(self, x)) is not None:
+        if (y := self._shared(x)) is not None:
             return y
         if self.input_order is not None:
             x = x.index_select(-1, self.input_order)
         x = under_autocast(x)
-        bias = self.bias if self.bias is None or self.bias.dtype in (torch.float32, x.dtype) else self.bias.to(x.dtype)
+        bias = bias_as(self.bias, x.dtype)
         if not self._multiplies_packed(x):
             return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
         if not _is_traced() and (y := self._launches(self, x)) is not None:
@@ -186,6 +187,21 @@ class PackedLinear(Sibling):
         weight, scale, zero_point = self._operands()[:3]
         scale = scale if scale.dtype in (torch.float32, x.dtype) else scale.float()
         return weight_only_linear(x, weight, scale, bias, weight_zero_point=zero_point, weight_element="u4")
+
+    def _shared(self, x: Tensor) -> Tensor | None:
+        """Its columns of what it computes with its siblings, if it does."""
+        member = self._member
+        if member is None:
+            return None
+        if not _is_traced():
+            return member.share(self, x)
+        return share_traced(member, x, lambda x, *_: member.whole.forward(x)) if asks_siblings() else None
+
+    def traced_tensors(self) -> Traced:
+        return ()
+
+    def traced_settings(self) -> str:
+        return ""
 
     def _multiplies_packed(self, x: Tensor) -> bool:
         if x.device.type == "cpu":
