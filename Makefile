@@ -6,10 +6,10 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -nam
 .PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
 	fuzz-flow mutate-checkpoints aarch64 slow soak package build clean vllm compat
 
-demo: .venv/installed  ## a first minute: a small model, quantized four ways, verified and compared
+demo: .venv/demo  ## a first minute: a small model is trained, quantized four ways, verified and compared
 	$(BIN)/baracuda demo
 
-info: .venv/installed  ## what runs on this machine
+info: .venv/demo  ## what runs on this machine
 	$(BIN)/baracuda info
 
 test: lint types pytest interpreter  ## everything a change must pass
@@ -78,6 +78,10 @@ build: .venv/installed
 .venv/requirements: constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
+	touch $@
+
+.venv/demo: .venv/requirements $(SOURCES)
+	$(BIN)/pip install --quiet -c constraints.txt '.[flow]'
 	touch $@
 
 .venv/installed: .venv/requirements $(SOURCES)

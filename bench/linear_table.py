@@ -116,24 +116,6 @@ def epilogue_table(run: dict[str, Any]) -> str:
 # -- from a committed run ----------------------------------------------------------------------------------------
 
 
-def section(run: dict[str, Any]) -> str:
-    """README's lines: what a reader compares first, by tokens, and where the rest is."""
-    rows = [row for row in rows_of(run) if row.name.startswith("8B")]
-    names = list(dict.fromkeys(row.name for row in rows))
-    lines = [["tokens", *names]]
-    for tokens in dict.fromkeys(row.shape[0] for row in rows):
-        at = {row.name: row for row in rows if row.shape[0] == tokens}
-        ratios = {name: [row.ratio(ours, "bf16") for ours in ("gemm", "linear")] for name, row in at.items()}
-        lines.append([str(tokens), *[" / ".join(f"{ratio:.2f}" for ratio in ratios.get(name, [])) for name in names]])
-    about = (
-        f"{run['device']}, torch {run['torch']}, one run: the int8 GEMM with its epilogue / the whole linear, bf16 to "
-        "bf16, as many times faster than bf16 cuBLAS on Llama-3 8B's weights. "
-        f"[Every shape and peer](docs/reference/linears.md); a call of `plan.run` takes {run['host_us']:.1f} us of the "
-        "host."
-    )
-    return f"{about}\n\n{markdown(lines)}\n\n![Times as fast as bf16 cuBLAS, by tokens](bench/results/linear.svg)"
-
-
 def page(run: dict[str, Any]) -> str:
     """docs/reference/linears.md."""
     rows = rows_of(run)

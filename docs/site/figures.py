@@ -14,7 +14,7 @@ from torch import Tensor
 
 import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
-from baracuda_cli.demo import outlier_activations, sqnr
+from baracuda_cli.scopes import outlier_activations, sqnr
 
 from . import benchmarks
 

@@ -32,6 +32,7 @@ def fill(target: Path) -> None:
         written.write_text(MARK.sub(made, _linked(page.read_text())))
     for kept in ("docs/site.css", f"{RESULTS}linear.svg"):
         shutil.copy(ROOT / kept, target)
+    shutil.copytree(ROOT / "docs" / "images", target / "images")
 
 
 def sources() -> dict[str, Path]:

@@ -16,6 +16,7 @@ import baracuda
 from baracuda import BackendKind, ElementKind, Plan, PrecisionGuarantee
 from baracuda.backends.matrix import SCOPES, Cell, cells
 from baracuda.backends.registry import BACKENDS, contract
+from baracuda.flow.run import verdict
 from baracuda_cli import app
 
 from .markdown import table
@@ -194,6 +195,16 @@ def _default(value: object) -> str:
     return "" if empty else "off" if value is False else f"`{value}`"
 
 
+def verdict_limits() -> str:
+    """The limits of the report's verdict."""
+    rows = []
+    for criterion in (verdict.KL, verdict.AGREEMENT, verdict.PERPLEXITY, verdict.COSINE):
+        sign = "at least" if criterion.least else "at most"
+        limits = (f"{sign} {limit:{criterion.form}}" for limit in (criterion.good, criterion.fair))
+        rows.append([criterion.name, *limits])
+    return table(["figure", "good", "fair"], rows)
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     "op_matrix": op_matrix,
     "matrix_counts": matrix_counts,
@@ -206,4 +217,5 @@ MAKERS: dict[str, Callable[[], str]] = {
     "element_kinds": element_kinds,
     "enumerations": enumerations,
     "command_line": command_line,
+    "verdict_limits": verdict_limits,
 }

@@ -71,6 +71,29 @@ def report(
     output.data({"page": page})
 
 
+def compare(
+    outs: Annotated[list[Path], typer.Argument(help="Quantized checkpoints with their reports, two or more.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Also write a page with every layer to this .html file.")
+    ] = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Put the reports of several checkpoints side by side."""
+    shown = Output(json=json, quiet=quiet)
+    with errors_told():
+        from baracuda.flow import compare_reports
+
+        (head, *rows), page = compare_reports(list(outs))
+        if output is not None:
+            output.write_text(page)
+    table = Table("", *(row[0] for row in rows), box=SIMPLE_HEAD)
+    for i, title in enumerate(head[1:], 1):
+        table.add_row(title, *(escape(row[i]) for row in rows))
+    shown.show(table, *([escape(str(output))] if output is not None else []))
+    shown.data([dict(zip(head, row, strict=True)) for row in rows])
+
+
 def _require_checkpoints(out: Path, against: Path | None) -> None:
     """Raise where a directory is missing: that is an error of the call, not a finding about a checkpoint."""
     from baracuda.flow import FlowError
@@ -126,4 +149,6 @@ def _modules(modules: list[dict[str, Any]], each: bool) -> Table:
 
 
 def _mb(count: float) -> str:
-    return f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+    return (
+        f"{count / 1e3:.1f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+    )

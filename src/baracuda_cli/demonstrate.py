@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .terminal import console, device_named, errors_told
+from .terminal import device_named, errors_told
 
 
 def demo(
@@ -19,12 +19,14 @@ def demo(
         bool, typer.Option("--scopes", help="What each scope costs and saves on one tensor, instead of a model.")
     ] = False,
 ) -> None:
-    """A first minute: make a small model, quantize it in every scheme, check it and see what it cost."""
+    """A first minute: train a small model, quantize it four ways, check each and compare what they say."""
     where = device_named(device)
-    from . import demo as demonstration
-
     with errors_told():
         if scopes:
-            demonstration.run_scopes(console, where)
+            from .scopes import run as run_scopes
+
+            run_scopes(where)
         else:
-            demonstration.run(console, where, output)
+            from .demo import run
+
+            run(where, output)

@@ -164,10 +164,12 @@ def _drawn(content: dict[str, Any], out: Path) -> Table:
 def summary(content: dict[str, Any]) -> list[tuple[str, str]]:
     """A report in a few lines."""
     from baracuda.flow.run.page import number
+    from baracuda.flow.run.verdict import verdict
 
     size, run, layers = content["size"], content["run"], content["layers"]
     known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
     lines = [
+        ("verdict", str(verdict(content))),
         ("quantized", f"{len(layers)} Linears; {len(content['left'])} left in floating point, named in the report"),
         ("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}"),
         ("time", f"{run['seconds']:.1f} s, {run['megabytes_per_second']:.3g} MB/s"),

@@ -17,7 +17,7 @@ from baracuda_cli import app, quantize
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()
 SOURCE = str(Path(quantize.__file__).parents[1])
-COMMANDS = ["bench", "chat", "demo", "eval", "info", "inspect", "quantize", "report", "verify"]
+COMMANDS = ["bench", "chat", "compare", "demo", "eval", "info", "inspect", "quantize", "report", "verify"]
 
 
 def fresh(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -123,3 +123,23 @@ def test_quantize_prints_its_report_as_json(tmp_path: Path) -> None:
 def test_info_is_json_too() -> None:
     found = json.loads(run.invoke(app, ["info", "--json", "--device", "cpu"]).stdout)
     assert found["device"].startswith("cpu") and {"operation", "backends"} <= found["operations"][0].keys()
+
+
+def test_compare_puts_reports_side_by_side(quantized: Path, tmp_path: Path) -> None:
+    other = tmp_path / "int8"
+    assert run.invoke(app, ["quantize", str(tmp_path / "model"), "-o", str(other), "-q"]).exit_code == 0
+    page = tmp_path / "compared.html"
+    done = run.invoke(app, ["compare", str(quantized), str(other), "-o", str(page)], env={"COLUMNS": "120"})
+    assert done.exit_code == 0 and "w4a16" in done.output and "w8a8" in done.output and "not measured" in done.output
+    drawn = page.read_text()
+    assert "2 checkpoints compared" in drawn and "Content-Security-Policy" in drawn
+    found = json.loads(run.invoke(app, ["compare", str(quantized), str(other), "--json"]).stdout)
+    assert [row["checkpoint"] for row in found] == ["out", "int8"]
+    layer = "model.layers.0.mlp.down_proj"
+    assert f"<td>{layer}</td>" in drawn
+    for arguments, message in (
+        ([str(other)], "at least two"),
+        ([str(other), "nowhere"], "nowhere: no baracuda_report"),
+    ):
+        done = run.invoke(app, ["compare", *arguments])
+        assert done.exit_code == 2 and message in done.output

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from docs_blocks import ROOT, Block, Runner, blocks
 
-from baracuda.flow.hf.skeleton import quiet
 from baracuda_cli import demo
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,25 +28,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def give_model(folder: Path) -> None:
-    import tokenizers
-    import transformers
-
-    sentence = "a model reads some words and says which word is next"
-    words = ["[UNK]", *dict.fromkeys(sentence.split())]
-    known = dict(zip(words, range(len(words)), strict=True))
-    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="[UNK]"))
-    plain.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with its texts, trained once for all pages."""
+    folder = tmp_path_factory.mktemp("model")
     demo.make_model(folder / "MODEL_DIR")
-    with quiet():
-        transformers.PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(folder / "MODEL_DIR")
-    (folder / "texts.txt").write_text("\n".join([sentence] * 40))
+    return folder
 
 
 @pytest.mark.parametrize("page", [page for page, found in BLOCKS.items() if any(not b.mark for b in found)])
-def test_every_block_of_a_page_does_what_the_page_says(page: str, folder: Path) -> None:
+def test_every_block_of_a_page_does_what_the_page_says(page: str, folder: Path, request: pytest.FixtureRequest) -> None:
     if any("MODEL_DIR" in block.code for block in BLOCKS[page]):
-        give_model(folder)
+        shutil.copytree(request.getfixturevalue("trained"), folder, dirs_exist_ok=True)
     reader = Runner()
     for block in BLOCKS[page]:
         if not block.mark:

@@ -7,18 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from baracuda import BackendKind, InvalidProblem
+from baracuda import InvalidProblem
 from bench import readme
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
-
-
-def test_the_python_blocks_run_in_order() -> None:
-    scope: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", TEXT, re.S):
-        exec(block, scope)
-    assert scope["plan"].sku().backend is BackendKind.CPU  # type: ignore[attr-defined]
 
 
 def test_the_error_shown_is_the_error_raised() -> None:

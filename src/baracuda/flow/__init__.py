@@ -6,6 +6,7 @@ from .checkpoint.check import Finding
 from .errors import CheckpointError, FlowError
 from .hf.load import load
 from .hf.save import save
+from .run.comparison import compare_reports
 from .run.contents import inspect_checkpoint
 from .run.evaluate import evaluate_checkpoint
 from .run.quantize import quantize_checkpoint
@@ -16,6 +17,7 @@ __all__ = [
     "CheckpointError",
     "Finding",
     "FlowError",
+    "compare_reports",
     "evaluate_checkpoint",
     "inspect_checkpoint",
     "load",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import html
 import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -14,7 +16,9 @@ import torch
 
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.hf.skeleton import quiet
-from baracuda.flow.run.page import _ticks, page
+from baracuda.flow.run.command import repeat_command
+from baracuda.flow.run.page import page
+from baracuda.flow.run.verdict import verdict
 from baracuda_cli.quantize import summary
 
 pytest.importorskip("transformers")
@@ -62,16 +66,17 @@ def test_a_real_browser_draws_the_page_and_fetches_nothing(out: Path, tmp_path: 
         pytest.skip("no chromium here")
     page = (out / "baracuda_report.html").resolve()
     assert "http:" not in page.read_text() and "https:" not in page.read_text()
-    assert "<script" not in page.read_text() and "<b>model" not in page.read_text()
+    assert page.read_text().count("<script") == 1 and "<b>model" not in page.read_text()
     command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     drawn = subprocess.run(
         [*command, "--dump-dom", page.as_uri()], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     assert "Activation outliers" in drawn and drawn.count("<svg") == 3 and drawn.count("<rect") > 40
     assert "&lt;b&gt;model, w8a8-smoothquant" in drawn
+    assert "find in 13 rows" in drawn  # made by the page's own script, which the policy lets run
     shot = tmp_path / "page.png"
     subprocess.run(
-        [*command, "--window-size=1200,1800", f"--screenshot={shot}", page.as_uri()],
+        [*command, "--window-size=1200,4800", f"--screenshot={shot}", page.as_uri()],
         capture_output=True,
         timeout=120,
         check=True,
@@ -130,15 +135,66 @@ def test_the_page_tells_how_many_rows_of_a_weight_were_measured(out: Path) -> No
     assert "<th>rows measured</th>" in drawn and "<td>17</td>" in drawn
 
 
+def evaluated(content: dict[str, Any], **figures: Any) -> dict[str, Any]:
+    return content | {"evaluation": {"data": "a.txt", "tokens": 5000, **figures}}
+
+
 @pytest.mark.parametrize(
-    ("low", "high", "ticks"),
+    ("kl", "agreement", "ratio", "grade"),
     [
-        (0.0, 45.1, [0, 10, 20, 30, 40]),
-        (0.0, 0.9, [0, 0.2, 0.4, 0.6, 0.8]),
-        (0.865, 11.7, [1, 2, 5, 10]),
-        (0.4, 3e4, [1, 10, 100, 1000, 10000]),
-        (3.0, 4.0, []),
+        (0.01, 0.99, 1.01, "good"),
+        (0.05, 0.95, 1.02, "good"),
+        (0.051, 0.99, 1.0, "fair"),
+        (0.01, 0.85, 1.0, "fair"),
+        (0.01, 0.99, 1.2, "poor"),
+        (0.3, 0.7, 1.5, "poor"),
     ],
 )
-def test_axes_have_round_numbers(low: float, high: float, ticks: list[float]) -> None:
-    assert _ticks(low, high) == pytest.approx(ticks)
+def test_the_verdict_is_that_of_the_worst_figure(
+    out: Path, kl: float, agreement: float, ratio: float, grade: str
+) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    perplexity = {"float": 10.0, "quantized": 10 * ratio}
+    content = evaluated(content, kl=kl, top1_agreement=agreement, perplexity=perplexity)
+    assert verdict(content).grade == grade and str(verdict(content)).startswith(f"{grade}: ")
+    drawn = page(content)
+    assert f'<b class="{grade}">{grade}</b>' in drawn and "good: at most 0.05, fair: at most 0.2" in drawn
+    assert ("Nothing needs to be done" in drawn) == (grade == "good")
+
+
+def test_a_result_that_was_not_measured_is_not_called_good(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text()) | {"evaluation": None}
+    assert verdict(content).grade == "not measured" and "--evaluate FILE" in page(content)
+    few = evaluated(content, kl=0.0, top1_agreement=1.0, perplexity={"float": 1.0, "quantized": 1.0})
+    few["evaluation"]["tokens"] = 100
+    assert "Only 100 tokens were measured" in page(few)
+
+
+def test_the_worst_layers_come_first_and_every_bar_has_its_name_and_value(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    drawn = page(content)
+    ranked = sorted(content["layers"], key=lambda layer: layer["sqnr_db"])
+    places = [drawn.index(f"<td>{layer['name']}</td>") for layer in ranked]
+    assert places == sorted(places)
+    assert drawn.count("<rect") <= drawn.count("<text") and f">{ranked[0]['sqnr_db']:.3g}</text>" in drawn
+
+
+def test_the_page_has_the_command_that_makes_it_again(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    command = repeat_command(content)
+    assert command is not None and command.startswith("baracuda quantize ") and command in html.unescape(page(content))
+    options = content["run"]["made_from"]["options"]
+    options |= {"scheme": "w4a16", "group_size": 32, "ignore": ["*.o_proj"], "smooth": None}
+    told = repeat_command(content)
+    assert told is not None and "--scheme w4a16" in told and "--group-size 32" in told and "--ignore '*.o_proj'" in told
+    del content["run"]["made_from"]
+    assert repeat_command(content) is None and "Make it again" not in page(content)
+
+
+def test_samples_and_sizes_are_side_by_side(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    said = {"prompt": "one <i>", "float": "two", "quantized": "three"}
+    content = evaluated(content, samples=[said])
+    drawn = page(content)
+    assert '<td>one &lt;i&gt;</td><td class="text">two</td><td class="text">three</td>' in drawn
+    assert "everything else" in drawn and "the checkpoint" in drawn

@@ -18,7 +18,7 @@ import pytest
 from baracuda.core.printable import printable
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.run.markup import ATTRIBUTES, TAGS, Markup, document, element
-from baracuda.flow.run.page import STYLE, page
+from baracuda.flow.run.page import SCRIPT, STYLE, page
 from baracuda.flow.run.schema import require_report
 from baracuda_cli.quantize import summary
 
@@ -78,7 +78,7 @@ class Seen(HTMLParser):
 
 def test_no_value_of_a_report_becomes_markup(content: dict[str, Any]) -> None:
     """Even where the check of types is passed by: every value at every place, replaced by an attack."""
-    tags = TAGS | {"html", "head", "meta", "style", "body"}
+    tags = TAGS | {"html", "head", "meta", "style", "body", "script"}
     attributes = {name.lower() for name in ATTRIBUTES} | {"charset", "http-equiv", "content", "name", "lang"}
     drawn = 0
     for path in leaves(content):
@@ -89,6 +89,7 @@ def test_no_value_of_a_report_becomes_markup(content: dict[str, Any]) -> None:
         drawn += 1
         seen = Seen(text)
         assert seen.tags <= tags and seen.attributes <= attributes, path
+        assert text.count("<script") == 1 and text.endswith(f"<script>{SCRIPT}</script></body></html>\n"), path
     assert drawn > 10
     for path in (("layers", 0, "measured_rows"), ("layers", 0, "shape"), ("evaluation", "tokens"), ("run", "ranks")):
         assert "&lt;script&gt;" in page(replaced(content, path, [ATTACK] if path[-1] == "shape" else ATTACK))
@@ -174,7 +175,11 @@ def test_a_real_browser_runs_nothing_of_a_hostile_report(content: dict[str, Any]
             continue
         hostile = replaced(hostile, path, ATTACK)
     attack = Markup(f"{ATTACK}<svg onload=\"document.title='ran'\"></svg><p style='color: red'>x</p>")
-    pages = {"escaped": page(hostile), "injected": document("quiet", STYLE, attack), "unguarded": f"<p>{attack}"}
+    pages = {
+        "escaped": page(hostile),
+        "injected": document("quiet", STYLE, attack, script=SCRIPT),
+        "unguarded": f"<p>{attack}",
+    }
     for name, text in pages.items():
         path = tmp_path / f"{name}.html"
         path.write_text(text)

@@ -18,6 +18,7 @@ from ..hf.load import load
 from .data import Data, as_file, batches, read_for, require_data
 from .options import Options, Progress
 from .report import sqnr_db
+from .samples import sample_texts
 
 #: Tokens with the largest divergence that are named.
 WORST = 8
@@ -40,7 +41,10 @@ def evaluate(
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
-    return {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
+    found = {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
+    if samples := sample_texts(model_dir, original, quantized, sequences, device):
+        found["samples"] = samples
+    return found
 
 
 def _compare(

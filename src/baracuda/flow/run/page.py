@@ -1,40 +1,100 @@
-"""The report as one page: no scripts, no fonts, no files beside it. Its plots are SVG, drawn here from the numbers.
+"""The report as one page: no fonts, no files beside it, no script but its own; bars are SVG, drawn from the numbers.
 
 Everything is made by `element`, which escapes each value that is not markup: names in files are not to be trusted. The
-page's policy allows this style and nothing else, so colours are classes, never `style` attributes.
+page's policy allows this style and this script and nothing else, so colours are classes, never `style` attributes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
+from .charts import bars
+from .command import repeat_command
 from .markup import Markup, document, element, join
+from .verdict import rows as verdict_rows
+from .verdict import verdict
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --dim: #667085; --line: #d8dee8; --paper: #fff; --card: #f6f8fb;
-        --a: #2563eb; --b: #f59e0b; }
+        --a: #2563eb; --b: #f59e0b; --good: #067647; --fair: #b54708; --poor: #b42318; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6eaf0; --dim: #98a2b3; --line: #344054; --paper: #101828;
-        --card: #182230; --a: #6ea8fe; --b: #fbbf24; } }
+        --card: #182230; --a: #6ea8fe; --b: #fbbf24; --good: #47cd89; --fair: #fdb022; --poor: #f97066; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto;
        padding: 2rem 1.5rem 4rem; max-width: 68rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } p { margin: .4rem 0; }
 .dim { color: var(--dim); } .cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
 .card { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; flex: 1 1 8.5rem; max-width: 14rem; }
 .card b { display: block; font-size: 1.35rem; } .card span { color: var(--dim); font-size: .85rem; }
+.verdict { border-left: .4rem solid var(--dim); background: var(--card); border-radius: .4rem; margin: 1.2rem 0 0;
+           padding: .7rem 1rem; } .verdict p b { font-size: 1.3rem; text-transform: capitalize; }
+.verdict.good { border-color: var(--good); } .verdict.fair { border-color: var(--fair); }
+.verdict.poor { border-color: var(--poor); } b.good { color: var(--good); } b.fair { color: var(--fair); }
+b.poor { color: var(--poor); } td b { white-space: nowrap; }
 .scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th:first-child, td:first-child, td.text, th.text { text-align: left; } td.text { white-space: normal; }
 th { position: sticky; top: 0; background: var(--card); } td { overflow-wrap: anywhere; }
-.plot { overflow-x: auto; margin-bottom: .6rem; } svg { width: 100%; min-width: 40rem; height: auto; display: block; }
+th[tabindex] { cursor: pointer; } th[aria-sort]::after { content: " \\2191"; }
+th[aria-sort=descending]::after { content: " \\2193"; }
+input { font: inherit; font-size: .85rem; padding: .25rem .6rem; margin: .2rem 0 .5rem; width: 16rem; max-width: 100%;
+        border: 1px solid var(--line); border-radius: .4rem; background: var(--paper); color: var(--ink); }
+code { font: .85rem/1.5 ui-monospace, monospace; background: var(--card); border-radius: .3rem; padding: .1rem .3rem;
+       overflow-wrap: anywhere; } p.command code { display: block; padding: .6rem .8rem; }
+.plot { margin-bottom: .8rem; } svg { width: 100%; min-width: 40rem; height: auto; display: block; padding: .4rem 0; }
 @media (max-width: 40rem) { body { padding: 1.2rem .9rem 3rem; } th, td { padding: .25rem .5rem; }
   .names td { white-space: normal; } }
-svg text { fill: var(--dim); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
+svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
 height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 .a { background: var(--a); fill: var(--a); } .b { background: var(--b); fill: var(--b); }
-svg line { stroke: var(--line); }
+@media print { :root { color-scheme: light; --ink: #000; --dim: #444; --line: #bbb; --paper: #fff; --card: #f4f4f4;
+  --good: #067647; --fair: #b54708; --poor: #b42318; --a: #2563eb; --b: #f59e0b; } body { max-width: none; padding: 0; }
+  .scroll { max-height: none; overflow: visible; } input { display: none; }
+  tr, .card, .verdict { break-inside: avoid; } }
+"""
+
+#: Sorts a table by the column whose head is clicked, and filters the rows of long ones. It is a constant: the page's
+#: policy allows this text by its hash and no other script. Without scripts, the tables stand as they are.
+SCRIPT = """
+const units = { B: 1, kB: 1e3, MB: 1e6, GB: 1e9, TB: 1e12 };
+const value = (cell) => {
+  const found = cell.textContent.match(/^(-?[0-9.]+(?:e[+-]?[0-9]+)?)\\s*(%|B|kB|MB|GB|TB|dB)?$/);
+  return found ? Number(found[1]) * (units[found[2]] || 1) : null;
+};
+const compare = (a, b) => {
+  const [x, y] = [value(a), value(b)];
+  if (x !== null && y !== null) return x - y;
+  if (x !== null || y !== null) return x !== null ? -1 : 1;
+  return a.textContent.localeCompare(b.textContent, undefined, { numeric: true });
+};
+for (const table of document.querySelectorAll("table")) {
+  const [head, ...rows] = table.rows;
+  if (rows.length < 2) continue;
+  [...head.cells].forEach((cell, i) => {
+    const sort = () => {
+      const up = cell.getAttribute("aria-sort") !== "ascending";
+      for (const other of head.cells) other.removeAttribute("aria-sort");
+      cell.setAttribute("aria-sort", up ? "ascending" : "descending");
+      rows.sort((a, b) => (up ? 1 : -1) * compare(a.cells[i], b.cells[i]));
+      table.tBodies[0].append(...rows);
+    };
+    cell.tabIndex = 0;
+    cell.title = "sort by this column";
+    cell.addEventListener("click", sort);
+    cell.addEventListener("keydown", (event) => { if (event.key === "Enter") sort(); });
+  });
+  if (rows.length < 8) continue;
+  const search = document.createElement("input");
+  search.type = "search";
+  search.placeholder = "find in " + rows.length + " rows";
+  search.setAttribute("aria-label", search.placeholder);
+  search.addEventListener("input", () => {
+    const wanted = search.value.toLowerCase();
+    for (const row of rows) row.hidden = !row.textContent.toLowerCase().includes(wanted);
+  });
+  table.parentElement.before(search);
+}
 """
 
 
@@ -52,22 +112,99 @@ def page(content: dict[str, Any]) -> str:
     parts = [
         element("h1", title),
         element("p", origin, class_="dim"),
+        _verdict(content),
         _cards(content),
-        _evaluation(content["evaluation"]),
-        _weights(content["layers"]),
+        _notes(content),
+        _samples(content["evaluation"]),
+        _sizes(content),
+        _weights(content["layers"], (content["evaluation"] or {}).get("layers", {})),
         _outputs(content["evaluation"]),
         _outliers(content["layers"], content["smoothing"]),
         _smoothing(content["smoothing"]),
         _left(content),
+        _repeat(content),
     ]
-    return document(title, STYLE, *(join("\n", part) for part in parts if part), "\n")
+    return document(title, STYLE, *(join("\n", part) for part in parts if part), "\n", script=SCRIPT)
+
+
+def _verdict(content: dict[str, Any]) -> Markup:
+    """The grade, and the figures it comes from with their limits."""
+    found, evaluation = verdict(content), content["evaluation"]
+    known = found.grade if found.figures else None
+    parts = [element("p", element("b", found.grade, class_=known), " ", found.advice)]
+    if evaluation is None:
+        parts.append(
+            element("p", "No evaluation data was given: accuracy below is that of the weights alone.", class_="dim")
+        )
+    else:
+        parts.append(element("p", f"Evaluated on {evaluation['tokens']} tokens of {evaluation['data']}.", class_="dim"))
+    if found.figures:
+        graded = [
+            (name, value, element("b", grade, class_=grade), limits)
+            for name, value, grade, limits in verdict_rows(found)
+        ]
+        parts.append(table(("figure", "here", "grade", "limits"), graded, words=True))
+    return element("div", *parts, class_=f"verdict {known or ''}".strip())
+
+
+def _notes(content: dict[str, Any]) -> Markup:
+    notes = content.get("notes", [])
+    if not notes:
+        return Markup()
+    return join(element("h2", "What to know"), element("ul", *(element("li", note) for note in notes)))
+
+
+def _samples(evaluation: dict[str, Any] | None) -> Markup:
+    samples = (evaluation or {}).get("samples") or []
+    if not samples:
+        return Markup()
+    return join(
+        element("h2", "What both models say"),
+        element("p", "The most likely continuation of some beginnings from the evaluation data."),
+        table(
+            ("prompt", "float model", "quantized model"),
+            [(sample["prompt"], sample["float"], sample["quantized"]) for sample in samples],
+            words=True,
+        ),
+    )
+
+
+def _sizes(content: dict[str, Any]) -> Markup:
+    size, layers = content["size"], content["layers"]
+    before, after = (sum(layer[name] for layer in layers) for name in ("bytes_before", "bytes_after"))
+    rest = [(max(0, size["before"] - before), max(0, size["after"] - after))]
+    rows = [
+        (f"{len(layers)} quantized Linears", before, after),
+        ("everything else", *rest[0]),
+        ("the checkpoint", size["before"], size["after"]),
+    ]
+    return join(
+        element("h2", "Sizes"),
+        table(
+            ("part", "before", "after", "ratio"),
+            [(name, byte_count(old), byte_count(new), f"{new / old:.0%}" if old else "-") for name, old, new in rows],
+        ),
+    )
+
+
+def _repeat(content: dict[str, Any]) -> Markup:
+    command = repeat_command(content)
+    if command is None:
+        return Markup()
+    run = content["run"]
+    versions = ", ".join(f"{name} {run[name]}" for name in ("torch", "python") if name in run)
+    return join(
+        element("h2", "Make it again"),
+        element("p", element("code", command), class_="command"),
+        element("p", f"baracuda {content['baracuda']}, {versions}.", class_="dim"),
+    )
 
 
 def _cards(content: dict[str, Any]) -> Markup:
     size, layers, evaluation = content["size"], content["layers"], content["evaluation"] or {}
     known = [layer["sqnr_db"] for layer in layers if layer["sqnr_db"] is not None]
     cards = [
-        (f"{size['ratio']:.0%}", f"of the size: {_bytes(size['before'])} to {_bytes(size['after'])}"),
+        (f"{size['ratio']:.0%}", f"of the size: {byte_count(size['before'])} to {byte_count(size['after'])}"),
         (str(len(layers)), f"Linears quantized, {len(content['left'])} left"),
     ]
     if known:
@@ -88,52 +225,57 @@ def _cards(content: dict[str, Any]) -> Markup:
     return element("div", *inner, class_="cards")
 
 
-def _evaluation(evaluation: dict[str, Any] | None) -> Markup:
-    if evaluation is None:
-        nothing = "No evaluation data was given: accuracy below is that of the weights alone. Add "
-        return element(
-            "p", nothing, element("code", "--evaluate FILE"), " for perplexity, KL or embedding cosine.", class_="dim"
-        )
-    return element("p", f"Evaluated on {evaluation['tokens']} tokens of {evaluation['data']}.", class_="dim")
+def _weights(layers: list[dict[str, Any]], outputs: dict[str, float | None]) -> Markup:
+    worst = sorted(layers, key=lambda layer: (layer["sqnr_db"] is None, layer["sqnr_db"] or 0.0))
 
+    def output(name: str) -> str:
+        return number(outputs[name], ".1f", "exact") if name in outputs else "-"
 
-def _weights(layers: list[dict[str, Any]]) -> Markup:
     rows = (
         (
             layer["name"],
             " x ".join(map(str, layer["shape"])),
             number(layer["sqnr_db"], ".1f", "exact"),
+            *(
+                (number(outputs[layer["name"]], ".1f", "exact") if layer["name"] in outputs else "-",)
+                if outputs
+                else ()
+            ),
             number(layer["max_error"], ".2e"),
             layer["measured_rows"],
-            _bytes(layer["bytes_before"]),
-            _bytes(layer["bytes_after"]),
+            byte_count(layer["bytes_before"]),
+            byte_count(layer["bytes_after"]),
         )
-        for layer in layers
+        for layer in worst
     )
-    columns = ("layer", "shape", "SQNR dB", "max error", "rows measured", "before", "after")
+    measured = ("SQNR dB", "output dB") if outputs else ("SQNR dB",)
+    columns = ("layer", "shape", *measured, "max error", "rows measured", "before", "after")
     return join(
-        element("h2", "Weights"),
+        element("h2", "Weights, worst first"),
         element(
             "p",
             "Signal over quantization noise of each weight, in decibels: 6 dB is one bit. Where a weight is large, a "
-            "sample of its rows is measured.",
+            "sample of its rows is measured. A layer that is much worse than the others can stay in floating point: ",
+            element("code", "--ignore NAME"),
+            ".",
         ),
-        _bars([(layer["name"], [layer["sqnr_db"]]) for layer in layers], ["SQNR, dB"]),
-        _table(columns, rows),
+        bars([(layer["name"], [layer["sqnr_db"]]) for layer in worst], ["SQNR of the weight, dB"]),
+        table(columns, rows),
     )
 
 
 def _outputs(evaluation: dict[str, Any] | None) -> Markup:
     if not evaluation or not evaluation.get("layers"):
         return Markup()
+    worst = sorted(evaluation["layers"].items(), key=lambda item: (item[1] is None, item[1] or 0.0))
     return join(
-        element("h2", "Outputs"),
+        element("h2", "Outputs, worst first"),
         element(
             "p",
             "Signal over noise of each layer's output in the running model, the noise of all layers before it "
             "included.",
         ),
-        _bars([(name, [value]) for name, value in evaluation["layers"].items()], ["SQNR, dB"]),
+        bars([(name, [value]) for name, value in worst], ["SQNR of the output, dB"]),
     )
 
 
@@ -141,7 +283,8 @@ def _outliers(layers: list[dict[str, Any]], smoothing: dict[str, Any] | None) ->
     known = [layer for layer in layers if "outlier_before" in layer and "outlier_after" in layer]
     if not known:
         return Markup()
-    bars = [(layer["name"], [layer["outlier_before"], layer["outlier_after"]]) for layer in known]
+    known.sort(key=lambda layer: -(layer["outlier_after"] or 0.0))
+    drawn = [(layer["name"], [layer["outlier_before"], layer["outlier_after"]]) for layer in known]
     alpha = (smoothing or {}).get("alpha")
     note = f" Smoothing strength alpha: {alpha}." if alpha is not None else ""
     return join(
@@ -151,7 +294,7 @@ def _outliers(layers: list[dict[str, Any]], smoothing: dict[str, Any] | None) ->
             "The largest channel of each layer's input over the typical one: what a scale shared by all channels has "
             f"to bear.{note}",
         ),
-        _bars(bars, ["before", "after smoothing"], log=True),
+        bars(drawn, ["before", "after smoothing"], log=True),
     )
 
 
@@ -169,8 +312,8 @@ def _smoothing(smoothing: dict[str, Any] | None) -> Markup:
     return join(
         element("h2", "Smoothing"),
         element("p", said),
-        _table(("divided", "multiplied"), folded, words=True),
-        join(element("p", left), _table(("layer", "why"), reasons.items(), words=True)) if reasons else "",
+        table(("divided", "multiplied"), folded, words=True),
+        join(element("p", left), table(("layer", "why"), reasons.items(), words=True)) if reasons else "",
     )
 
 
@@ -179,15 +322,14 @@ def _left(content: dict[str, Any]) -> Markup:
     return join(
         element("h2", "Left in floating point"),
         element("p", f"Linears were found by {content['linears_found_by']}."),
-        *(element("p", note) for note in content.get("notes", [])),
-        _table(("module", "why"), rows, words=True) if rows else element("p", "Nothing."),
+        table(("module", "why"), rows, words=True) if rows else element("p", "Nothing."),
     )
 
 
 # -- drawing -----------------------------------------------------------------------------------------------------
 
 
-def _table(columns: Iterable[object], rows: Iterable[Iterable[object]], *, words: bool = False) -> Markup:
+def table(columns: Iterable[object], rows: Iterable[Iterable[object]], *, words: bool = False) -> Markup:
     """A table that scrolls; with `words`, all columns but the first hold sentences."""
 
     def cells(tag: str, row: Iterable[object]) -> Markup:
@@ -199,69 +341,13 @@ def _table(columns: Iterable[object], rows: Iterable[Iterable[object]], *, words
     return element("div", table, class_="scroll names" if words else "scroll")
 
 
-def _bars(rows: list[tuple[str, list[float | None]]], series: list[str], *, log: bool = False) -> Markup:
-    """A column a layer, in the order of the model; names appear on hover, since hundreds do not fit."""
-    values = [v for _, row in rows for v in row if v is not None and math.isfinite(v) and (v > 0 or not log)]
-    if not values:
-        return Markup()
-    width, height, left, bottom = 1000, 220, 44, 18
-    top = max(values)
-    low = math.log10(max(min(values), 1e-3)) - 0.1 if log else 0.0
-    high = math.log10(top) + 0.05 if log else top * 1.05
-    high = max(high, low + 1e-6)
-    ticks = _ticks(10**low, 10**high) if log else _ticks(0.0, high)
-
-    def y(value: float) -> float:
-        level = math.log10(max(value, 1e-3)) if log else value
-        return (height - bottom) * (1 - (level - low) / (high - low))
-
-    slot = (width - left) / len(rows)
-    shapes: list[Markup] = []
-    for tick in ticks:
-        at = y(tick)
-        shapes.append(element("line", x1=left, x2=width, y1=f"{at:.1f}", y2=f"{at:.1f}"))
-        shapes.append(_label(f"{tick:.4g}", left - 6, max(at, 8) + 4, end=True))
-    thick = max(0.8, slot * 0.8 / len(series))
-    for i, (name, row) in enumerate(rows):
-        for j, value in enumerate(row):
-            if value is None or not math.isfinite(value) or (log and value <= 0):
-                continue
-            x, edge = left + i * slot + slot * 0.1 + j * thick, y(value)
-            box = {"x": x, "y": edge, "width": thick, "height": max(0.5, height - bottom - edge)}
-            named = element("title", f"{name}: {value:.4g}")
-            shapes.append(element("rect", named, class_="ab"[j], **{key: f"{v:.1f}" for key, v in box.items()}))
-    shapes += [_label("first layer", left, height - 4), _label("last layer", width, height - 4, end=True)]
-    legend = (join(element("i", class_="ab"[j]), name) for j, name in enumerate(series))
-    svg = element("svg", *shapes, viewBox=f"0 0 {width} {height}", role="img")
-    return join(element("p", *legend, class_="legend dim"), element("div", svg, class_="plot"))
-
-
-def _label(words: str, x: float, y: float, *, end: bool = False) -> Markup:
-    return element("text", words, x=x, y=f"{y:.1f}", text_anchor="end" if end else None)
-
-
-def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers for an axis: multiples of one for a linear axis, which begins at 0, else 1, 2, 5, 10, ..."""
-    if low == 0:
-        step = next(s for s in _round_numbers(high / 1e3, high * 10) if high / s <= 6)
-        return [step * i for i in range(int(high / step) + 1)]
-    ticks = _round_numbers(low, high)
-    tens = [tick for tick in ticks if math.log10(tick) % 1 == 0]
-    return ticks if len(ticks) <= 7 or len(tens) < 2 else tens
-
-
-def _round_numbers(low: float, high: float) -> list[float]:
-    first, last = (math.floor(math.log10(end)) for end in (low, high))
-    numbers = [float(f"{digit}e{power}") for power in range(first, last + 1) for digit in (1, 2, 5)]
-    return [number for number in numbers if low <= number <= high]
-
-
 def number(value: float | None, form: str, otherwise: str = "not finite") -> str:
     """As text; JSON has null for what is not finite."""
     return otherwise if value is None else format(value, form)
 
 
-def _bytes(count: float) -> str:
+def byte_count(count: float) -> str:
+    """Bytes in words: 1.2 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

@@ -84,6 +84,7 @@ _EVALUATION = {
     "perplexity?": _PAIR,
     "cosine?": {"mean": Maybe(NUMBER), "min": Maybe(NUMBER)},
     "layers?": Each(Maybe(DECIBEL), table=True),
+    "samples?": Each({"prompt": TEXT, "float": TEXT, "quantized": TEXT}),
     "worst?": Each({"kl": Maybe(NUMBER), "sequence": COUNT, "position": COUNT}),
 }
 _PRECISION = {
@@ -115,6 +116,7 @@ REPORT = {
         "torch?": TEXT,
         "python?": TEXT,
         "made_from?": Each(ANYTHING, table=True),
+        "inputs?": Each(Maybe(TEXT), table=True),
         "tokens_per_second?": _PAIR,
     },
 }

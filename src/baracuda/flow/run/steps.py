@@ -350,6 +350,8 @@ class Run:
             content["precision"] = self.precision
         size = content["size"]["before"]
         content["run"] = reports.run_section(size, seconds, self.device, self.team.size, self.record())
+        given = {"model": self.source.directory, "calibration": self.calibration, "evaluation": self.evaluation}
+        content["run"]["inputs"] = {name: str(path) for name, path in given.items() if path is not None}
         failure = None
         if self.evaluation is not None:
             try:

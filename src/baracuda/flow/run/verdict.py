@@ -1,0 +1,103 @@
+"""Whether a result is good: a grade, from figures whose limits are written here and shown in the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+GRADES = ("good", "fair", "poor")
+#: Below this many tokens, the figures depend on which ones were taken.
+ENOUGH_TOKENS = 2000
+
+
+@dataclass(frozen=True)
+class Criterion:
+    """A figure with the limits of good and fair."""
+
+    name: str
+    good: float
+    fair: float
+    form: str
+    least: bool
+    """Whether the figure should be at least the limit, not at most."""
+
+    def grade(self, value: float) -> str:
+        good, fair = (
+            (value >= self.good, value >= self.fair) if self.least else (value <= self.good, value <= self.fair)
+        )
+        return "good" if good else "fair" if fair else "poor"
+
+    def limits(self) -> str:
+        """The limits in words."""
+        sign = "at least" if self.least else "at most"
+        return f"good: {sign} {self.good:{self.form}}, fair: {sign} {self.fair:{self.form}}"
+
+
+KL = Criterion("KL divergence of the next-token distribution", 0.05, 0.2, ".2g", least=False)
+AGREEMENT = Criterion("same most likely token", 0.95, 0.80, ".0%", least=True)
+PERPLEXITY = Criterion("perplexity over that of the float model", 1.02, 1.10, ".2f", least=False)
+COSINE = Criterion("least cosine of an embedding", 0.99, 0.95, ".2f", least=True)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The grade of a result is that of its worst figure; "not measured" where there was nothing to measure it on."""
+
+    grade: str
+    figures: tuple[tuple[Criterion, float, str], ...]
+    advice: str
+
+    def __str__(self) -> str:
+        if not self.figures:
+            return f"{self.grade}: {self.advice}"
+        criterion, value, _ = max(self.figures, key=lambda figure: GRADES.index(figure[2]))
+        return f"{self.grade}: {criterion.name} {_shown(criterion, value)} ({criterion.limits()}). {self.advice}"
+
+
+def verdict(content: dict[str, Any]) -> Verdict:
+    """The verdict on the report of a run."""
+    evaluation = content["evaluation"]
+    figures = tuple((criterion, value, criterion.grade(value)) for criterion, value in _figures(evaluation or {}))
+    if not figures:
+        return Verdict("not measured", (), "Add --evaluate FILE with texts like those the model is for.")
+    grade = max((grade for _, _, grade in figures), key=GRADES.index)
+    return Verdict(grade, figures, _advice(grade, content))
+
+
+def _figures(evaluation: dict[str, Any]) -> Iterator[tuple[Criterion, float]]:
+    if evaluation.get("kl") is not None:
+        yield KL, evaluation["kl"]
+    if evaluation.get("top1_agreement") is not None:
+        yield AGREEMENT, evaluation["top1_agreement"]
+    perplexity = evaluation.get("perplexity") or {}
+    if perplexity.get("float") and perplexity.get("quantized") is not None:
+        yield PERPLEXITY, perplexity["quantized"] / perplexity["float"]
+    if (evaluation.get("cosine") or {}).get("min") is not None:
+        yield COSINE, evaluation["cosine"]["min"]
+
+
+def _advice(grade: str, content: dict[str, Any]) -> str:
+    tokens = content["evaluation"]["tokens"]
+    few = isinstance(tokens, int) and tokens < ENOUGH_TOKENS
+    more = f" Only {tokens} tokens were measured: give more text." if few else ""
+    if grade == "good":
+        return f"Nothing needs to be done.{more}"
+    name, calibrated = content["scheme"]["name"], content["smoothing"] is not None or "method" in content
+    if name.startswith("w4"):
+        better = "another --group-size" if calibrated else "--method gptq --calibration FILE, or a smaller --group-size"
+        return f"Try {better}, or w8a8; the noisiest layers below can be left out with --ignore.{more}"
+    better = "--alpha auto" if calibrated else "--scheme w8a8-smoothquant --calibration FILE"
+    return f"Try {better}; the noisiest layers below can be left out with --ignore.{more}"
+
+
+def _shown(criterion: Criterion, value: float) -> str:
+    return f"{value:.1%}" if criterion.form.endswith("%") else f"{value:.4g}"
+
+
+def rows(found: Verdict) -> list[tuple[str, str, str, str]]:
+    """Figure, value, grade and limits, for a table."""
+    return [
+        (criterion.name, _shown(criterion, value), grade, criterion.limits())
+        for criterion, value, grade in found.figures
+    ]
