@@ -89,7 +89,7 @@ def test_the_command_line_page_has_every_option() -> None:
     page = tables.command_line()
     for expected in (
         "## baracuda quantize",
-        "`--output, -o` | required",
+        "`MODEL_DIR` | required",
         "`--alpha` | `0.5`",
         "`--resume` | off",
     ):

@@ -151,7 +151,7 @@ def norm_spec(x: Element, style: NormStyle | str, eps: float, adds: bool) -> Spe
 
 
 @remembered
-def gated_spec(x: Element, activation: Activation | str, halves: bool) -> Spec:
+def gated_spec(x: Element, activation: Activation | ActivationName, halves: bool) -> Spec:
     """The spec of a product with what a nonlinearity makes of a gate."""
     kind, nonlinearity = ElementKind.S8, member(Activation, activation, "activation")
     return Spec(
@@ -169,13 +169,13 @@ def gated_spec(x: Element, activation: Activation | str, halves: bool) -> Spec:
 def quantized_spec(
     floats: Spec,
     static: bool,
-    mode: DynamicRangeMode | str,
+    mode: DynamicRangeMode | ModeName,
     dtype: Element,
     q_min: int | None,
     q_max: int | None,
     scale_dtype: Element | None,
     include_zero: bool,
-    arithmetic: Arithmetic | str,
+    arithmetic: Arithmetic | ArithmeticName,
 ) -> Spec:
     """The spec of a norm or a gated product whose result is quantized, by a given scale or by each row's own."""
     scope: Scope = PerTensor() if static else PerToken()

@@ -11,7 +11,18 @@ from ..core.arrays import Array, as_tensor, segment_values
 from ..core.errors import InvalidProblem
 from ..core.problem import Spec
 from ..core.scope import Shape
-from ..core.types import Activation, Arithmetic, DynamicRangeMode, Element, ElementKind, NormStyle, QuantizeKind
+from ..core.types import (
+    Activation,
+    ActivationName,
+    Arithmetic,
+    ArithmeticName,
+    DynamicRangeMode,
+    Element,
+    ElementKind,
+    ModeName,
+    NormStyle,
+    QuantizeKind,
+)
 from ..dispatch.eager import cached_plan, route
 from ..dispatch.operators import OPERATORS, halved
 from ..dispatch.options import gated_spec, norm_spec, quantized_spec
@@ -71,13 +82,13 @@ def norm_quantize(
     style: NormStyle | str = NormStyle.LLAMA,
     bias: Array | None = None,
     residual: Array | None = None,
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
     include_zero: bool = False,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> ProducedQuantized:
     """The norm of x, quantized before it leaves: by `scale` and `zero_point`, or by the range of each row.
 
@@ -98,7 +109,7 @@ def norm_quantize(
     return ProducedQuantized(q, found, None if symmetric else zero, total if spec.adds else None)
 
 
-def gated(gate: Array, up: Array | None = None, *, activation: Activation | str = Activation.SILU) -> Tensor:
+def gated(gate: Array, up: Array | None = None, *, activation: Activation | ActivationName = Activation.SILU) -> Tensor:
     """act(gate) * up, each rounded to their type; without `up`, gate holds both, side by side along the last axis.
 
     gelu and silu are those of the linears, the same bits on every device. It records no gradient.
@@ -114,14 +125,14 @@ def gated_quantize(
     scale: Array | float | None = None,
     zero_point: Array | int | None = None,
     *,
-    activation: Activation | str = Activation.SILU,
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC,
+    activation: Activation | ActivationName = Activation.SILU,
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
     dtype: Element = ElementKind.S8,
     q_min: int | None = None,
     q_max: int | None = None,
     scale_dtype: Element | None = None,
     include_zero: bool = False,
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE,
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE,
 ) -> ProducedQuantized:
     """act(gate) * up, quantized before it leaves: by `scale` and `zero_point`, or by the range of each row.
 
@@ -158,7 +169,7 @@ def _norm_inputs(
 
 
 def _gated_inputs(
-    gate: Array, up: Array | None, activation: Activation | str
+    gate: Array, up: Array | None, activation: Activation | ActivationName
 ) -> tuple[tuple[Tensor, Tensor | None], Shape, Spec]:
     gate, up = as_tensor(gate, "gate").detach(), None if up is None else as_tensor(up, "up").detach()
     spec = gated_spec(gate.dtype, activation, up is None)

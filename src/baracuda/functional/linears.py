@@ -137,10 +137,10 @@ def weight_only_linear(
     Differentiable in x, bias and residual.
     """
     if isinstance(weight_q, Quantized):
-        weight_zero_point = weight_q.zero_point
-        weight_q, weight_scale, weight_element = _taken_apart(weight_q, weight_scale, "weight_only_linear")
-        weight_scale = weight_scale.reshape(weight_scale.shape[0], -1)
-        weight_zero_point = None if weight_zero_point is None else weight_zero_point.reshape(weight_scale.shape)
+        zeros = weight_q.zero_point
+        weight_q, rows, weight_element = _taken_apart(weight_q, weight_scale, "weight_only_linear")
+        weight_scale = rows.reshape(rows.shape[0], -1)
+        weight_zero_point = None if zeros is None else zeros.reshape(rows.shape[0], -1)
     x, weight_q = as_tensor(x, "x"), as_tensor(weight_q, "weight_q")
     shape, out_shape = _linear_shape(x, weight_q)
     scale = as_tensor(weight_scale, "weight_scale")

@@ -11,10 +11,13 @@ from ..core.problem import Problem, stored_scale_element
 from ..core.scope import PerTensor, PerToken
 from ..core.types import (
     Activation,
+    ActivationName,
     Arithmetic,
+    ArithmeticName,
     DynamicRangeMode,
     Element,
     ElementKind,
+    ModeName,
     NormStyle,
     OpCategory,
     QuantizeKind,
@@ -32,10 +35,10 @@ class _Rows:
     q_min: int = -127
     q_max: int = 127
     output_element: Element = ElementKind.S8
-    mode: DynamicRangeMode | str = DynamicRangeMode.SYMMETRIC
+    mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC
     scale_element: Element | None = None
     include_zero: bool = False
-    arithmetic: Arithmetic | str = Arithmetic.DIVIDE
+    arithmetic: Arithmetic | ArithmeticName = Arithmetic.DIVIDE
 
     def problem(self, op: QuantizeKind) -> Problem:
         element = ElementKind.of(self.input_element, "input_element")
@@ -76,7 +79,7 @@ class NormDescriptor(_Rows):
 class GatedDescriptor(_Rows):
     """`halves` says that gate and up are the halves of one tensor, `[n, 2 * d]`."""
 
-    activation: Activation | str = Activation.SILU
+    activation: Activation | ActivationName = Activation.SILU
     halves: bool = False
 
     def _further(self) -> dict[str, object]:
@@ -164,7 +167,7 @@ class TokenLinearDescriptor:
     activation_element: Element = ElementKind.S8
     weight_element: Element = ElementKind.S8
     output_element: Element = ElementKind.BF16
-    activation: Activation | str = Activation.NONE
+    activation: Activation | ActivationName = Activation.NONE
     weight_group: int = 0
 
     def problem(self, op: QuantizeKind) -> Problem:
