@@ -22,14 +22,18 @@ from .common import Bar, Body, arguments, show_bars, write_json
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "float": None,
     "dynamic": {},
+    "integer": {"forward": "integer"},
     "learned": {"activation_strategy": "learned", "weight_strategy": "learned"},
     "static": {"scheme": "w8a8-smoothquant"},
 }
 WAYS: dict[str, dict[str, Any] | None] = {"eager": None, "compiled": {}, "graphs": {"mode": "reduce-overhead"}}
 #: Width and tokens a sequence: where the host sets the pace, and where the GPU does.
-SIZES = ((1024, 512), (2048, 1024))
+SIZES = ((1024, 512), (2048, 1024), (4096, 1024))
 #: What is measured, the most wanted first.
-ORDER = [("eager", 0), ("graphs", 0), ("eager", 1), ("compiled", 0), ("graphs", 1), ("compiled", 1)]
+ORDER = [("eager", 0), ("graphs", 0), ("eager", 1), ("eager", 2), ("compiled", 1), ("compiled", 2), ("graphs", 1)]
+ORDER += [("compiled", 0), ("graphs", 2)]
+#: Percent that a step may take beyond a float one.
+MOST_ADDED = {"dynamic": 15.0, "integer": 10.0}
 
 
 class Layer(nn.Module):
@@ -165,9 +169,9 @@ def added(time: float, base: float) -> float:
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
     return [
-        Bar(f"a QAT step over a float one, {row.way}, size {row.size}, added %", 15.0, row.added, below=True)
+        Bar(f"a QAT step over a float one, {row.step}, {row.way}, size {row.size}, added %", most, row.added, below=True)
         for row in rows
-        if row.step == "dynamic"
+        if (most := MOST_ADDED.get(row.step)) is not None
     ]
 
 

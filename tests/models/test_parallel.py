@@ -197,9 +197,14 @@ def test_scales_that_one_rank_has_loaded_reach_the_others() -> None:
 
 
 def _fsdp(mesh: DeviceMesh) -> None:
+    for forward in ("fake", "integer"):
+        _fsdp_trains(mesh, forward)
+
+
+def _fsdp_trains(mesh: DeviceMesh, forward: str) -> None:
     torch.manual_seed(3)
     model, x = Mlp(), torch.randn(8, 32)
-    baracuda.prepare_qat(model)
+    baracuda.prepare_qat(model, forward=forward)
     alone = copy.deepcopy(model)
     for module in (model.up, model.down):
         fully_shard(module, mesh=mesh)

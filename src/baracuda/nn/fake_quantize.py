@@ -162,6 +162,10 @@ class FakeQuantize(nn.Module):
             self.initialise(x)
         return self.scale, self.zero_point
 
+    def settled(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The scale and zero point for x as they stand: nothing is observed."""
+        return self._choose(x.detach(), self.scope) if self.strategy == "dynamic" else (self.scale, self.zero_point)
+
     def _has_scale(self) -> bool:
         """Whether a learned scale has a value after all: copied from another module, or by DDP from the first rank."""
         if torch.compiler.is_compiling() or self.scale.is_meta or torch._C._len_torch_dispatch_stack():

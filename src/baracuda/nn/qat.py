@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ..autograd import straight_through
+from ..core.errors import InvalidProblem
 from ..core.problem import dynamic_range
 from ..core.scope import PerChannel, PerTensor, PerToken
 from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName
+from ..dispatch.eager import route
+from ..dispatch.gradients import record_plain
+from ..functional import dynamic_quantize, quantize, quantized_linear, smoothquant_linear
+from ..schemes.formats import WeightFormat
+from ..schemes.method import QuantizedWeight
+from ..schemes.methods.rtn import round_with
 from .autocast import under_autocast
 from .fake_quantize import FakeQuantize, Strategy
 from .linear import QuantizedLinear, SmoothQuantLinear
 from .observers import MovingAverage, Observer
 from .requirements import require_computable, require_linear
+from .traced import bias_as
+
+Forward = Literal["fake", "integer"]
 
 
 class QATLinear(nn.Linear):
@@ -25,6 +37,9 @@ class QATLinear(nn.Linear):
     (`activation_strategy="dynamic"`, which becomes a QuantizedLinear), or with one scale for all of them, observed or
     learned (which becomes a SmoothQuantLinear). `q_min` and `q_max` narrow the range of the activations, to 4 bits for
     example.
+
+    `forward="integer"` computes the value with the integer kernel that serves the converted linear, so that `convert`
+    changes no bit of any output. The gradients are those of the formula above.
     """
 
     weight_element: ElementKind
@@ -44,12 +59,16 @@ class QATLinear(nn.Linear):
         mode: DynamicRangeMode | ModeName = DynamicRangeMode.SYMMETRIC,
         q_min: int | None = None,
         q_max: int | None = None,
+        forward: Forward = "fake",
         observer: type[Observer] = MovingAverage,
         observer_options: dict[str, Any] | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
+        if forward not in get_args(Forward):
+            raise InvalidProblem(f"forward: expected one of {', '.join(get_args(Forward))}, got {forward!r}")
+        self.in_integers = forward == "integer"
         self.weight_element = ElementKind.of(weight_element, "weight_element")
         low, high = dynamic_range(self.weight_element, DynamicRangeMode.SYMMETRIC)
         self.weight_fake_quantize = FakeQuantize(
@@ -92,21 +111,54 @@ class QATLinear(nn.Linear):
             self.weight_fake_quantize.initialise(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = under_autocast(x)
         fake: Any = self._modules  # `self.name` finds modules last, after a slow search
-        weight = fake["weight_fake_quantize"](self.weight)
-        return functional.linear(fake["activation_fake_quantize"](under_autocast(x)), weight, self.bias)
+        weight_fake, act_fake = fake["weight_fake_quantize"], fake["activation_fake_quantize"]
+        if self.in_integers and weight_fake.enabled and act_fake.enabled:
+            if weight_fake.clips_nothing and act_fake.clips_nothing and route(x, self.weight, self.bias) != "torch":
+                value: Tensor = record_plain(_Integer(self), x, self.weight, self.bias)
+                return value
+            floats = functional.linear(act_fake(x), weight_fake(self.weight), self.bias)
+            with torch.no_grad():
+                value = self.integer_value(x.detach())
+            return straight_through(floats, value)
+        return functional.linear(act_fake(x), weight_fake(self.weight), self.bias)
+
+    def integer_weight(self) -> tuple[Tensor, Tensor]:
+        """The weight's integers and f32 scales, one per output channel, by the scales as they stand."""
+        fake, weight = self.weight_fake_quantize, self.weight.detach()
+        if fake.strategy == "dynamic" and weight.dtype is not torch.float64:  # whose scales would be f64
+            low, high = fake.q_min, fake.q_max
+            made = dynamic_quantize(
+                weight, scope=PerChannel(0), dtype=self.weight_element, q_min=low, q_max=high, scale_dtype=torch.float32
+            )
+            return made.q, made.scale
+        scale = fake.settled(weight)[0].detach().reshape(-1).to(torch.float32)
+        return round_with(weight, scale, WeightFormat(self.weight_element)).q, scale
+
+    def integer_value(self, x: Tensor) -> Tensor:
+        """What the converted linear makes of x, by the scales as they stand."""
+        weight, scale = self.integer_weight()
+        act, kind, bias = self.activation_fake_quantize, self.weight_element, bias_as(self.bias, x.dtype)
+        limits: dict[str, Any] = {"dtype": act.element, "q_min": act.q_min, "q_max": act.q_max}
+        if act.strategy == "dynamic":
+            return quantized_linear(x, weight, scale, bias, mode=act.mode, weight_element=kind, **limits)
+        zero_point = None if act.zero_point is None else act.zero_point.round().to(act.element.dtype)
+        x_q = quantize(x, act.scale, zero_point, **limits)
+        return smoothquant_linear(
+            x_q, weight, act.scale, scale, bias, act_zero_point=zero_point, dtype=x.dtype, weight_element=kind
+        )
 
     def convert(self) -> QuantizedLinear | SmoothQuantLinear:
-        """The integer linear whose outputs are these, within `conversion_bound`."""
-        act = self.activation_fake_quantize
-        fake, training = self.weight_fake_quantize, self.weight_fake_quantize.training
+        """The integer linear whose outputs are these: the very same with `forward="integer"`, else within
+        `conversion_bound`."""
+        act, fake = self.activation_fake_quantize, self.weight_fake_quantize
         fake.require_usable("weight")
         act.require_usable("activations")
         with torch.no_grad():
-            weight_scale, _ = fake.eval().qparams(self.weight)
-        fake.train(training)
+            weight, scale = self.integer_weight()
         options: dict[str, Any] = {"weight_element": self.weight_element, "activation": act.element}
-        options |= {"weight_scale": weight_scale, "q_min": act.q_min, "q_max": act.q_max}
+        options |= {"quantized": QuantizedWeight(weight, scale), "q_min": act.q_min, "q_max": act.q_max}
         if act.strategy == "dynamic":
             return QuantizedLinear.from_float(self, mode=act.mode, **options)
         zero_point = None if act.zero_point is None else act.zero_point.detach().round()
@@ -131,3 +183,31 @@ class QATLinear(nn.Linear):
         unit, unit_sum = torch.finfo(x.dtype).eps / 2, torch.finfo(math).eps / 2
         bound: Tensor = ((self.in_features + 8) * unit_sum + 6 * unit) * magnitude
         return bound
+
+
+class _Integer:
+    """A QATLinear whose ranges clip nothing: the value of its integers, the gradients of its fake-quantized product.
+
+    The inputs are x, weight and bias. The backward rounds x and the weight anew, which takes less than keeping them.
+    """
+
+    keeps_inputs: ClassVar[bool] = True
+
+    def __init__(self, linear: QATLinear) -> None:
+        self.linear = linear
+
+    def value(self, x: Tensor, *_: Tensor | None) -> Tensor:
+        return self.linear.integer_value(x)
+
+    def gradients(self, inputs: tuple[Any, ...], needed: Sequence[bool], dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = inputs
+        fakes: Any = self.linear._modules
+        rows = dy.reshape(-1, dy.shape[-1])
+        dx = dw = db = None
+        if needed[0]:
+            dx = (rows @ fakes["weight_fake_quantize"](weight).to(x.dtype)).view(x.shape)
+        if needed[1]:
+            dw = rows.T @ fakes["activation_fake_quantize"](x).reshape(-1, x.shape[-1])
+        if needed[2]:
+            db = rows.sum(0).to(bias.dtype)
+        return dx, dw, db
