@@ -169,7 +169,7 @@ def added(time: float, base: float) -> float:
 
 def bars_of(rows: Sequence[Row]) -> list[Bar]:
     return [
-        Bar(f"a QAT step over a float one, {row.step}, {row.way}, size {row.size}, added %", most, row.added, below=True)
+        Bar(f"a QAT step, {row.step}, {row.way}, size {row.size}, added %", most, row.added, below=True)
         for row in rows
         if (most := MOST_ADDED.get(row.step)) is not None
     ]

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 import baracuda
-from baracuda.nn import QuantizedLinear, SmoothQuantLinear
-from baracuda.nn import traced
+from baracuda.nn import QuantizedLinear, SmoothQuantLinear, traced
 from baracuda.nn.siblings import Siblings, siblings_of
 from baracuda.plans.plan import SelectedPlan
 
