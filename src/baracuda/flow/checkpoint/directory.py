@@ -104,7 +104,7 @@ def leads_out(path: Path, directory: Path) -> bool:
 
     The blobs of the Hugging Face cache count as inside the snapshot that they belong to.
     """
-    place, target = directory.resolve(), path.resolve()
+    place, target = (Path(os.path.realpath(each)) for each in (directory, path))  # Path.resolve raises on loops
     cached = place.parent.name == "snapshots" and target.parent == place.parent.parent / "blobs"
     return not (cached or target == place or place in target.parents)
 

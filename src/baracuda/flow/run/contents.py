@@ -11,7 +11,7 @@ from ..checkpoint.config import parse_config
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import FLOATS, Storage
 from ..checkpoint.tensorfile import NAMES, Entry
-from ..errors import FlowError
+from ..errors import FlowError, shown
 from ..hf.hub import local_directory
 
 #: Tensors of a quantized weight: ours and those of other formats. What holds the integers comes first.
@@ -26,6 +26,8 @@ def inspect_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
     directory = local_directory(checkpoint)
     with Checkpoint.open(directory) as source:
         config = source.config.get("quantization_config")
+        if config is not None and not isinstance(config, dict):
+            raise FlowError(f"{directory}: config.json: quantization_config: expected a table, got {shown(config)}")
         recipe, note = _recipe(config)
         tensors: dict[str, dict[str, Entry]] = defaultdict(dict)
         for name in source.where:
@@ -72,7 +74,7 @@ def _module(name: str, parts: dict[str, Entry], recipe: Recipe | None, config: d
     integers = next((parts[part] for part in _INTEGERS if part in parts), None)
     quantized = integers is not None and integers.dtype not in FLOATS
     scheme = recipe.of(name).scheme if recipe is not None and quantized else None
-    if scheme is not None and integers is not None:
+    if scheme is not None and integers is not None and len(integers.shape) == 2:
         shape = [integers.shape[0], Storage(scheme).columns(integers)]
         stored = described(scheme)
     elif quantized and integers is not None:
