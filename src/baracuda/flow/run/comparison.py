@@ -85,7 +85,7 @@ def _page(names: list[str], contents: list[dict[str, Any]], rows: list[list[str]
         STYLE,
         element("h1", f"{len(names)} checkpoints compared"),
         element("p", note, class_="verdict poor") if len(data) > 1 else "",
-        table(rows[0], rows[1:]),
+        table(("", *names), list(zip(*rows, strict=True))[1:]),
         join(element("h2", "KL divergence from the float model"), bars(kls, ["KL, smaller is better"])),
         join(element("h2", "Size"), bars(sizes, ["MB"])),
         element("h2", "SQNR of every weight, in decibels"),

@@ -30,7 +30,7 @@ h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .
            padding: .7rem 1rem; } .verdict p b { font-size: 1.3rem; text-transform: capitalize; }
 .verdict.good { border-color: var(--good); } .verdict.fair { border-color: var(--fair); }
 .verdict.poor { border-color: var(--poor); } b.good { color: var(--good); } b.fair { color: var(--fair); }
-b.poor { color: var(--poor); } td b { white-space: nowrap; }
+b.poor { color: var(--poor); } td b { white-space: nowrap; } .names td { white-space: normal; }
 .scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -44,7 +44,7 @@ code { font: .85rem/1.5 ui-monospace, monospace; background: var(--card); border
        overflow-wrap: anywhere; } p.command code { display: block; padding: .6rem .8rem; }
 .plot { margin-bottom: .8rem; } svg { width: 100%; min-width: 40rem; height: auto; display: block; padding: .4rem 0; }
 @media (max-width: 40rem) { body { padding: 1.2rem .9rem 3rem; } th, td { padding: .25rem .5rem; }
-  .names td { white-space: normal; } }
+  }
 svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
 height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 .a { background: var(--a); fill: var(--a); } .b { background: var(--b); fill: var(--b); }
