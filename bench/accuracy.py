@@ -3,13 +3,18 @@
 Each row is a process of its own, so that its time and its peak memory are its own. All results are checkpoints in
 compressed-tensors' layout; one reader turns each into a float model with quantized inputs, and one loop compares it
 with the original: perplexity, KL divergence, and how often both give the same most likely token.
+
+What a peer makes of the same model and tokens is kept in the cache of the real model: a run after a change to baracuda
+repeats baracuda's rows alone. `--again` measures the peers anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +28,8 @@ import torch
 from . import _real_model as real
 from .common import Bar, arguments, show_bars, table, write_json
 
+#: Seconds and peak memory of a row.
+Cost = dict[str, Any]
 #: Samples and tokens of a sample, for calibration and for evaluation.
 SAMPLES, LENGTH = 16, 256
 GROUP = 64
@@ -68,6 +75,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=0, help="threads of every contestant; all cores by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows to run")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoints here, and use those that are there")
+    parser.add_argument("--again", action="store_true", help="measure the peers anew, instead of reading the cache")
+    parser.add_argument("--choose", action="store_true", help="evaluate on the chapters that variants are chosen on")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -96,14 +105,15 @@ def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namesp
 
     calibration = folder / f"calibration-{samples}.safetensors"
     write_tensors(calibration, {"tokens": real.tokens(real.CALIBRATION_CHAPTERS, samples, LENGTH)})
-    tokens = real.tokens(real.EVALUATION_CHAPTERS, samples, LENGTH)
-    made = [(row, run(row, calibration, folder, samples, chosen)) for row in rows]
+    chapters = real.CHOICE_CHAPTERS if chosen.choose else real.EVALUATION_CHAPTERS
+    tokens = real.tokens(chapters, samples, LENGTH)
+    made = [(row, *run(row, calibration, folder, samples, chosen)) for row in rows]
     from ._accuracy_model import Reference
 
     reference = Reference(real.model_directory(), tokens)
     results: list[dict[str, Any]] = [{"name": "float", "perplexity": reference.perplexity}]
-    for row, cost in made:
-        results.append({"name": row.name, **reference.compare(folder / slug(row)), **cost})
+    for row, checkpoint, cost in made:
+        results.append({"name": row.name, **reference.compare(checkpoint), **cost})
         print(json.dumps(results[-1]), flush=True)
     return results
 
@@ -112,33 +122,49 @@ def slug(row: Row) -> str:
     return row.name.replace(", ", "-").replace(" ", "-")
 
 
-def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argparse.Namespace) -> dict[str, Any]:
-    """Quantize in a process of its own; what it took."""
-    out, cost = folder / slug(row), folder / f"{slug(row)}.cost.json"
-    if cost.exists():
-        known: dict[str, Any] = json.loads(cost.read_text())
-        return known
-    model = str(real.model_directory())
-    here = Path(__file__).parent
+def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argparse.Namespace) -> tuple[Path, Cost]:
+    """Quantize in a process of its own: the checkpoint, and what it took."""
+    model, here = str(real.model_directory()), Path(__file__).parent
     if row.peer:
-        command = [str(chosen.peer), str(here / "_llmcompressor.py"), model, str(calibration), str(out), row.scheme,
-                   row.method, str(GROUP)]  # fmt: skip
+        script = here / "_llmcompressor.py"
+        task = [row.scheme, row.method, str(GROUP)]
+        folder = real.cache() / "peers" / _digest(calibration, script, chosen, task)
+        folder.mkdir(parents=True, exist_ok=True)
+        command = [str(chosen.peer), str(script), model, str(calibration), str(folder / slug(row)), *task]
     else:
-        task = {"model": model, "out": str(out), "scheme": row.scheme, "method": row.method, "samples": samples,
-                "sequence_length": LENGTH}  # fmt: skip
-        task |= {"calibration": str(calibration)} if row.calibrated else {}
-        task |= {"group_size": GROUP} if row.scheme.startswith("w4") else {}
-        task |= {"smooth": True, "alpha": row.alpha} if row.smooth else {}
-        command = [sys.executable, "-m", "bench._accuracy_run", json.dumps(task)]
+        options = {"model": model, "out": str(folder / slug(row)), "scheme": row.scheme, "method": row.method,
+                   "samples": samples, "sequence_length": LENGTH}  # fmt: skip
+        options |= {"calibration": str(calibration)} if row.calibrated else {}
+        options |= {"group_size": GROUP} if row.scheme.startswith("w4") else {}
+        options |= {"smooth": True, "alpha": row.alpha} if row.smooth else {}
+        command = [sys.executable, "-m", "bench._accuracy_run", json.dumps(options)]
+    out, cost = folder / slug(row), folder / f"{slug(row)}.cost.json"
+    if row.peer and chosen.again:
+        shutil.rmtree(out, ignore_errors=True)
+        cost.unlink(missing_ok=True)
+    if cost.exists():
+        known: Cost = json.loads(cost.read_text())
+        return out, known
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if chosen.threads:
         environment["OMP_NUM_THREADS"] = environment["MKL_NUM_THREADS"] = str(chosen.threads)
     done = subprocess.run(command, cwd=here.parent, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{row.name}: {done.stderr.strip()[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    found: Cost = json.loads(done.stdout.strip().splitlines()[-1])
     cost.write_text(json.dumps(found))
-    return found
+    return out, found
+
+
+def _digest(calibration: Path, script: Path, chosen: argparse.Namespace, task: list[str]) -> str:
+    """What a peer's result depends on: a run with the same inputs takes it from the cache."""
+    asked = subprocess.run([str(chosen.peer), "-c", "from importlib.metadata import version as v; "
+                            "print(v('llmcompressor'), v('torch'), v('transformers'))"],
+                           capture_output=True, text=True, check=True)  # fmt: skip
+    digest = hashlib.sha256(json.dumps([asked.stdout, chosen.threads, task]).encode())
+    for file in (calibration, script, *sorted(real.model_directory().glob("*.safetensors"))):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def show(results: list[dict[str, Any]]) -> None:

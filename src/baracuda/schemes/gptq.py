@@ -22,7 +22,7 @@ BLOCK = 64
 
 
 @dataclass(frozen=True)
-class Problem:
+class FactoredHessian:
     """What does not depend on the rows of a weight: made once for all linears that read the same input."""
 
     hessian: Tensor
@@ -33,27 +33,27 @@ class Problem:
     """The upper Cholesky factor of the inverse of the hessian in this order, f32."""
 
     @classmethod
-    def of(cls, hessian: Tensor, damping: float = DAMPING) -> Problem:
+    def of(cls, hessian: Tensor, damping: float = DAMPING) -> FactoredHessian:
         """From second moments `[K, K]`; the columns that matter most are rounded first, in f64 until the end."""
         damped = dampen(hessian, damping)
         order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
         factor = inverse_factor(damped[order][:, order])
         return cls(damped.float(), order, factor.float())
 
-    def to(self, device: torch.device) -> Problem:
-        return Problem(self.hessian.to(device), self.order.to(device), self.factor.to(device))
+    def to(self, device: torch.device) -> FactoredHessian:
+        return FactoredHessian(self.hessian.to(device), self.order.to(device), self.factor.to(device))
 
 
-def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, problem: Problem) -> Tensor:
+def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, factored: FactoredHessian) -> Tensor:
     """Integers `[N, K]`, as floats, for f32 rows `[N, K]` and fixed scales `[N, K / group]`.
 
-    Columns are rounded in the problem's order; each one's rounding error is compensated by those still to come.
+    Columns are rounded in the order of `factored`; each one's rounding error is compensated by those still to come.
     """
     columns = weight.shape[1]
-    rest = weight.t()[problem.order].contiguous()
+    rest = weight.t()[factored.order].contiguous()
     integers = torch.empty_like(rest)
-    scales, groups = scale.t().contiguous(), (problem.order // group).tolist()
-    upper, diagonal = problem.factor, problem.factor.diagonal().tolist()
+    scales, groups = scale.t().contiguous(), (factored.order // group).tolist()
+    upper, diagonal = factored.factor, factored.factor.diagonal().tolist()
     for start in range(0, columns, BLOCK):
         end = min(start + BLOCK, columns)
         errors = torch.empty_like(rest[start:end])
@@ -66,7 +66,7 @@ def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, problem
         if end < columns:
             rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
     ordered = torch.empty_like(integers)
-    ordered[problem.order] = integers
+    ordered[factored.order] = integers
     return ordered.t().contiguous()
 
 
@@ -77,7 +77,7 @@ def descend(
     group: int,
     low: int,
     high: int,
-    problem: Problem,
+    factored: FactoredHessian,
     stored: Callable[[Tensor], Tensor] | None,
     sweeps: int,
 ) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,7 @@ def descend(
 
     `stored` rounds the scales `[N]` of a group to ones that can be stored; None keeps the scales as they are.
     """
-    hessian = problem.hessian
+    hessian = factored.hessian
     target, q, s = (x.t().contiguous() for x in (weight, integers, scale))
     diagonal = hessian.diagonal().tolist()
     for _ in range(sweeps):

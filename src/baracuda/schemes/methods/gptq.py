@@ -22,10 +22,10 @@ SWEEPS = 2
 def gptq(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> QuantizedWeight:
     assert data is not None and data.hessian is not None
     hessian, device = data.hessian, weight.device
-    problem = data.once(f"gptq on {device}", lambda: solver.Problem.of(hessian).to(device))
+    factored = data.once(f"gptq on {device}", lambda: solver.FactoredHessian.of(hessian).to(device))
     rows, chosen = weight.float(), choose(weight, format, data)
     group, (low, high), scale = format.group_size or weight.shape[1], format.range, chosen.grouped
-    integers = solver.gptq(rows, scale, group, low, high, problem)
-    integers, scale = solver.descend(rows, integers, scale, group, low, high, problem, chosen.stored, SWEEPS)
-    error = solver.output_error(rows, integers * scale.repeat_interleave(group, 1), problem.hessian)
+    integers = solver.gptq(rows, scale, group, low, high, factored)
+    integers, scale = solver.descend(rows, integers, scale, group, low, high, factored, chosen.stored, SWEEPS)
+    error = solver.output_error(rows, integers * scale.repeat_interleave(group, 1), factored.hessian)
     return chosen.pack(integers, scale, format, {"output_error": float(error.sum())})
