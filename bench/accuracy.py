@@ -168,7 +168,7 @@ def _digest(calibration: Path, script: Path, chosen: argparse.Namespace, task: l
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    header = ("", "perplexity", "KL", "top-1 %", "seconds", "peak MB")
+    header = ("", "perplexity", "KL", "top-1 %", "seconds", "of a core", "peak MB")
     cells = [
         (
             row["name"],
@@ -176,6 +176,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{row['kl']:.4f}" if "kl" in row else None,
             100 * row["top1_agreement"] if "kl" in row else None,
             row.get("seconds"),
+            row.get("cpu_seconds"),
             f"{row['peak_mb']:.0f}" if "peak_mb" in row else None,
         )
         for row in results

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from . import chat, checkpoints, demonstrate, info, measure, quantize
+from .smooth_option import SmoothCommand
 from .terminal import console, version_of
 
 app = typer.Typer(
@@ -35,7 +36,7 @@ WORK, LOOK, MEASURE, START = "Make and check a checkpoint", "Look into one", "Me
 
 app.command("demo", rich_help_panel=START)(demonstrate.demo)
 app.command("info", rich_help_panel=START)(info.info)
-app.command("quantize", rich_help_panel=WORK)(quantize.quantize)
+app.command("quantize", cls=SmoothCommand, rich_help_panel=WORK)(quantize.quantize)
 app.command("verify", rich_help_panel=WORK)(checkpoints.verify)
 app.command("inspect", rich_help_panel=LOOK)(checkpoints.inspect)
 app.command("report", rich_help_panel=LOOK)(checkpoints.report)

@@ -46,7 +46,7 @@ def quantize(
         Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
     ] = None,
     smooth: Annotated[
-        bool, typer.Option("--smooth", help="Move outliers of the activations into the weights first (SmoothQuant).")
+        bool, typer.Option("--smooth", help="Scale channels first (SmoothQuant); --smooth auto searches how (AWQ too).")
     ] = False,
     alpha: Annotated[str, typer.Option(help="Strength of smoothing from 0 to 1, or auto: searched per layer.")] = "0.5",
     method: Annotated[

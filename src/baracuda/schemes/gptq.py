@@ -36,9 +36,9 @@ class FactoredHessian:
     def of(cls, hessian: Tensor, damping: float = DAMPING) -> FactoredHessian:
         """From second moments `[K, K]`; the columns that matter most are rounded first, in f64 until the end."""
         damped = dampen(hessian, damping)
-        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
-        factor = inverse_factor(damped[order][:, order])
-        return cls(damped.float(), order, factor.float())
+        order, kept = torch.argsort(hessian.diagonal(), descending=True, stable=True), damped.float()
+        damped = damped[order][:, order]  # under the same name: another copy in f64 would only take memory
+        return cls(kept, order, inverse_factor(damped).float())
 
     def to(self, device: torch.device) -> FactoredHessian:
         return FactoredHessian(self.hessian.to(device), self.order.to(device), self.factor.to(device))

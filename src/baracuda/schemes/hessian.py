@@ -19,6 +19,8 @@ from ..core.errors import InvalidProblem
 GRID_BITS = 36
 #: Sums stay below 2 ** 62.
 _ROOM = 62
+#: Rows of a product that are rounded together.
+_ROWS = 128
 
 
 class Moments:
@@ -41,8 +43,11 @@ class Moments:
                 f"calibration: a chunk of tokens has a second moment of {largest:.3g}, too far above that of the first "
                 f"one (2 ** {self.grid + GRID_BITS}); shuffle the data"
             )
-        terms = torch.ldexp(product.double(), torch.tensor(-self.grid)).round_().to(torch.int64)
-        self._sums = terms if self._sums is None else self._sums.add_(terms)
+        if self._sums is None:
+            self._sums = torch.zeros(product.shape, dtype=torch.int64)
+        for first in range(0, len(product), _ROWS):  # a few rows at a time: f64 copies of all take memory
+            rows = product[first : first + _ROWS].double()
+            self._sums[first : first + _ROWS] += torch.ldexp(rows, torch.tensor(-self.grid)).round_().to(torch.int64)
         self.count += count
 
     def merge(self, other: Moments) -> None:
@@ -94,12 +99,12 @@ def inverse_factor(damped: Tensor) -> Tensor:
     """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one."""
     extra = 0.0
     while True:
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
-            upper: Tensor
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            factor = torch.cholesky_inverse(factor)
+            factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not int(failed):
-                return upper
+                return factor
         extra = max(2 * extra, 1e-3 * float(damped.diagonal().mean()))
         if not math.isfinite(extra):
             raise InvalidProblem("calibration: expected finite second moments, got NaN or infinite ones")

@@ -185,3 +185,30 @@ def test_the_method_of_a_report_from_another_version_is_not_taken_for_rtn(tmp_pa
     assert not Made.read(tmp_path).nearest("any")
     with pytest.raises(InvalidProblem):
         get_method("of tomorrow")
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a8"])
+def test_searched_scales_are_weighed_by_the_inputs_where_there_is_data(
+    scheme: str, llama: Path, tokens: Path, tmp_path: Path
+) -> None:
+    """The weight's error counts by what it does to the outputs: less of it where the inputs are small."""
+    options = {"scheme": scheme, "group_size": 32}
+    quantize_checkpoint(llama, tmp_path / "weighed", calibration=tokens, **options)
+    quantize_checkpoint(llama, tmp_path / "plain", **options)
+    weighed, plain = (read_all(tmp_path / name) for name in ("weighed", "plain"))
+    errors = []
+    for name, (weight, x) in inputs(tokens).items():
+        for stored in (weighed, plain):
+            scale = stored[f"{name}.weight_scale"].float().repeat_interleave(32, 1)
+            packed = stored[f"{name}.weight_packed"]
+            integers = torch.stack([(packed >> (4 * i)) & 15 for i in range(8)], -1).reshape(len(packed), -1) - 8
+            errors.append(
+                float(((integers[:, : weight.shape[1]] * scale - weight).square() * x.square().mean(0)).sum())
+            )
+    assert all(ours <= other * 1.001 for ours, other in zip(errors[::2], errors[1::2], strict=True))
+    assert sum(errors[::2]) < 0.95 * sum(errors[1::2])
+    assert verify(tmp_path / "weighed", llama) == []
+
+
+def read_all(directory: Path) -> dict[str, Tensor]:
+    return {k: v for shard in sorted(directory.glob("*.safetensors")) for k, v in read_tensors(shard).items()}

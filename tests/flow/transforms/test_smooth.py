@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import models
 import pytest
@@ -13,13 +14,16 @@ from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.folds import Factors, read_folds
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.hf.forward import arguments
-from baracuda.flow.run.calibrate import analyse, choose, measure, passes_gate
-from baracuda.flow.run.data import batches, read_sequences
+from baracuda.flow.run.calibrate import analyse, measure
+from baracuda.flow.run.data import read_sequences
 from baracuda.flow.run.measure import InputRecorder, Measured, channel_maximum
+from baracuda.flow.run.scaling import choose, passes_gate
 from baracuda.flow.transforms.folds import Fold, Folds, Producer, find_folds
-from baracuda.flow.transforms.smooth import Gate, Smoothing, output_error, strength
+from baracuda.flow.transforms.gate import Gate
+from baracuda.flow.transforms.smooth import Smoothing
+from baracuda.flow.transforms.strengths import Channels, Linear, Strength, sensitivity
 from baracuda.flow.transforms.trace import Value, trace
-from baracuda.schemes import Choice, Recipe, live_scheme
+from baracuda.schemes import Choice, live_scheme
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -71,7 +75,14 @@ EXPECTED = {
 }
 
 
-RECIPE = Recipe(Choice(live_scheme("w8a8")))
+def choices(model: nn.Module, scheme: str = "w8a8") -> dict[str, Choice]:
+    return dict.fromkeys(linears(model), Choice(live_scheme(scheme)))
+
+
+def smoothing_of(model: nn.Module, folds: Folds, found: Measured, alpha: float | str = 0.5) -> Smoothing:
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+    chosen = choose(model, folds, found, alpha, choices(model))
+    return Smoothing.of(((c.fold, c.strength, c.divisor) for c in chosen), parameters)
 
 
 def measured(model: nn.Module, folds: Folds, data: list[torch.Tensor], keep_rows: bool = False) -> Measured:
@@ -84,11 +95,10 @@ def test_folds_are_found_and_pass_the_gate(name: str, tmp_path: Path) -> None:
     model = models.build(name)
     folds = analyse(model, linears(model), torch.device("cpu"))
     assert pairs(folds) == EXPECTED[name]
-    data = batches(list(read_tensors(models.tokens(tmp_path / "t.safetensors"))["tokens"]))
-    smoothing = choose(model, folds, measured(model, folds, data), 0.5, RECIPE)
-    axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
+    data = list(read_tensors(models.tokens(tmp_path / "t.safetensors"))["tokens"])
+    smoothing = smoothing_of(model, folds, measured(model, folds, data))
     moved = {name: p.clone() for name, p in model.named_parameters()}
-    result = passes_gate(model, smoothing, folds, axes, data[0][:2])
+    result = passes_gate(model, smoothing, folds, torch.stack(data[:2]))
     assert result["largest_difference"] < 1e-4
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, moved[n])}
     assert {f.producer.parameter for f in folds.folds} <= changed
@@ -151,6 +161,9 @@ def test_whatever_else_reads_the_norm_decides(other: str, folded: bool) -> None:
     assert ("first.weight" in folds.reasons) is not folded
 
 
+STRONG = Strength("smoothquant", 0.5)
+
+
 def test_the_gate_names_the_layer_that_a_wrong_fold_moves() -> None:
     """Gemma's gain is 1 + weight: folding it like Llama's is the public mistake this gate is for."""
     model = models.build("gemma")
@@ -158,11 +171,45 @@ def test_the_gate_names_the_layer_that_a_wrong_fold_moves() -> None:
     fold: Fold = folds.folds[0]
     fold.producer.offset = 0.0
     smoothing = Smoothing()
-    smoothing.add(fold, torch.full((64,), 4.0), {n: p.detach() for n, p in model.named_parameters()}, 0.5)
+    smoothing.add(fold, torch.full((64,), 4.0), {n: p.detach() for n, p in model.named_parameters()}, STRONG)
     gate = Gate(model, {"input_ids": models.prompt(), **arguments(model)}, [fold])
     smoothing.apply(model, {})
     with pytest.raises(FlowError, match=r"smoothing moved model\.layers\.0\.self_attn\.q_proj by"):
         gate.check()
+
+
+def test_a_gain_that_would_round_to_zero_keeps_its_channel() -> None:
+    """Gemma stores gain - 1: near -1, bf16 has steps of 1 / 256."""
+    model = models.build("gemma", torch.bfloat16)
+    folds, parameters = analyse(model, linears(model), torch.device("cpu")), dict(model.named_parameters())
+    smoothing = Smoothing.of(((f, STRONG, torch.full((f.producer.channels,), 3000.0)) for f in folds.folds), parameters)
+    norms = [f.producer.parameter for f in folds.folds if f.producer.kind == "norm"]
+    assert all(bool((1 + smoothing.replaced[name].float() != 0).all()) for name in norms)
+    assert passes_gate(model, smoothing, folds, models.prompt())["largest_difference"] < 1e-5
+
+
+def test_a_fold_that_moves_a_layer_is_left_out_and_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baracuda.flow.run import calibrate
+
+    found: list[Folds] = []
+
+    def wrong(*arguments: Any) -> Folds:
+        folds = analyse(*arguments)
+        found.append(folds)
+        folds.folds[1].producer.offset = 0.0  # as if Gemma's gain were its weight alone
+        return folds
+
+    monkeypatch.setattr(calibrate, "analyse", wrong)
+    models.save("gemma", tmp_path / "model", torch.bfloat16)
+    tokens = models.tokens(tmp_path / "tokens.safetensors")
+    report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", smooth=True, calibration=tokens)
+    told, stem = report["smoothing"]["not_folded"], "model.layers.0.mlp"
+    assert set(told) == {f"{stem}.gate_proj.weight", f"{stem}.up_proj.weight"}
+    assert "post_attention_layernorm.weight, model.layers.0.mlp.gate_proj moved by" in told[f"{stem}.up_proj.weight"]
+    assert len(report["smoothing"]["folded"]) == 7
+    assert verify(tmp_path / "out", tmp_path / "model") == []
 
 
 def test_a_norm_rounded_to_bf16_is_made_up_for_in_the_weights() -> None:
@@ -183,8 +230,8 @@ def test_the_rounding_of_a_norms_bias_is_not_taken_for_a_wrong_fold(name: str, d
         for key, parameter in model.named_parameters():
             if key.endswith(("norm.bias", "ln_1.bias", "ln_2.bias")):
                 parameter.mul_(16)  # what the norm adds is most of what it makes
-    folds, smoothing, axes = smoothed_model(model)
-    passes_gate(model, smoothing, folds, axes, models.prompt())
+    folds, smoothing = smoothed_model(model)
+    passes_gate(model, smoothing, folds, models.prompt())
     biased = {fold.producer.bias for fold in folds.folds if fold.producer.kind == "norm"}
     assert len(biased) == 4 and None not in biased
 
@@ -192,17 +239,15 @@ def test_the_rounding_of_a_norms_bias_is_not_taken_for_a_wrong_fold(name: str, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_gate_sees_a_bias_that_was_not_divided_in_any_type(dtype: torch.dtype) -> None:
     model = models.build("opt", dtype)
-    folds, smoothing, axes = smoothed_model(model)
+    folds, smoothing = smoothed_model(model)
     del smoothing.replaced[next(fold.producer.bias for fold in folds.folds if fold.producer.bias)]
     with pytest.raises(FlowError, match=r"smoothing moved model\.decoder\.layers\.0\.self_attn\.q_proj by"):
-        passes_gate(model, smoothing, folds, axes, models.prompt())
+        passes_gate(model, smoothing, folds, models.prompt())
 
 
-def smoothed_model(model: nn.Module) -> tuple[Folds, Smoothing, dict[str, int]]:
+def smoothed_model(model: nn.Module) -> tuple[Folds, Smoothing]:
     folds = analyse(model, linears(model), torch.device("cpu"))
-    found = measured(model, folds, [models.prompt()])
-    axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
-    return folds, choose(model, folds, found, 0.5, RECIPE), axes
+    return folds, smoothing_of(model, folds, measured(model, folds, list(models.prompt())))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -295,17 +340,24 @@ def test_a_checkpoint_that_stores_fused_projections_is_smoothed_where_it_can_be(
     assert verify(tmp_path / "out", tmp_path / "model") == []
 
 
+class Alone(nn.Sequential):
+    """One linear that is called by the name of its input."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(input_ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_maxima_of_batches_are_those_of_all_rows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(8, 4)).to(dtype), torch.randn(3, 5, 8).to(dtype)
+    model, x = Alone().to(dtype), torch.randn(3, 5, 8).to(dtype)
     x[..., 2] = 0
     x[1, 3, 4] = -50
     recorder = InputRecorder(model, [["0.weight"]], keep_rows=False)
-    for batch in x:
-        model(batch)
-    recorder.remove()
-    maxima = recorder.reduce().maxima
+    maxima = recorder.run(model, list(x), torch.device("cpu"), lambda *_: None, {}).maxima
     assert torch.equal(maxima["0.weight"], x.abs().amax((0, 1)).float()) and maxima["0.weight"][4] == 50
     x[2, 0, 1] = float("nan")
     assert channel_maximum(x[2]).isnan().tolist() == [False, True, *[False] * 6]
@@ -313,7 +365,11 @@ def test_the_maxima_of_batches_are_those_of_all_rows(dtype: torch.dtype) -> None
 
 def test_strength_balances_activations_and_weights_and_leaves_dead_channels_alone() -> None:
     activation, weight = torch.tensor([16.0, 1.0, 0.0, 4.0]), torch.tensor([1.0, 4.0, 1.0, 0.0])
-    assert strength(activation, weight, 0.5).tolist() == [4.0, 0.5, 1.0, 1.0]
+    channels = Channels(activation, weight, torch.tensor([4.0, 1.0, 0.0, 1.0]))
+    assert channels.divisor(STRONG).tolist() == [4.0, 0.5, 1.0, 1.0]
+    assert channels.divisor(Strength()).tolist() == [1.0] * 4
+    awq = channels.divisor(Strength("awq", 0.5))
+    assert awq[2:].tolist() == [1.0, 1.0] and float(awq[0] / awq[1]) == 2
 
 
 def test_smoothing_brings_outliers_down_and_auto_is_no_worse_than_a_fixed_alpha(tmp_path: Path) -> None:
@@ -335,20 +391,19 @@ def test_smoothing_brings_outliers_down_and_auto_is_no_worse_than_a_fixed_alpha(
 def _static_errors(model: nn.Module, report: dict, tokens: Path, directory: Path) -> list[float]:  # type: ignore[type-arg]
     """The output error of each smoothed group, recomputed from what the report says was chosen."""
     folds = analyse(model, linears(model), torch.device("cpu"))
-    data = batches(read_sequences(tokens, directory, samples=99, length=99, blocks=True))
+    data = read_sequences(tokens, directory, samples=99, length=99, blocks=True)
     found = measured(model, folds, data, keep_rows=True)
     parameters = dict(model.named_parameters())
-    alphas = {f"{layer['name']}.weight": layer["alpha"] for layer in report["layers"]}
-    from baracuda.flow.transforms.smooth import channel_maxima
-
+    chosen = {f"{layer['name']}.weight": Strength(layer["rule"], layer["alpha"]) for layer in report["layers"]}
     errors = []
     for fold in folds.folds:
-        activation, weight = channel_maxima(fold, found.maxima, parameters)
-        alpha = alphas[fold.absorbers[0].parameter]
-        divisor = torch.ones_like(activation) if alpha is None else strength(activation, weight, alpha)
+        channels = Channels.of(fold, found.maxima, parameters, found.rows)
+        divisor = channels.divisor(chosen[fold.absorbers[0].parameter])
         for a in fold.absorbers:
-            x, scaled = found.rows[a.parameter], divisor[list(a.channels)]
-            errors.append(output_error(x, parameters[a.parameter], scaled, live_scheme("w8a8-static")))
+            x = found.rows[a.parameter].double()
+            scheme, weighed = live_scheme("w8a8-static"), sensitivity(x, compensates=False)
+            linear = Linear.of(x, parameters[a.parameter], scheme, weighed)
+            errors.append(linear.error(divisor[list(a.channels)]))
     return errors
 
 

@@ -49,6 +49,16 @@ def arguments(model: nn.Module) -> dict[str, Any]:
     return {"use_cache": False} if hasattr(model, "generate") and generates(model) else {}
 
 
+def without_head(model: nn.Module, layers: list[str]) -> nn.Module:
+    """The model without what turns hidden states into logits, where none of the layers is in that: it saves memory."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    decoder = generates(model) and not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    if not decoder or not all(layer.startswith(prefix) for layer in layers):
+        return model
+    body = getattr(model, prefix[:-1], None)
+    return body if isinstance(body, nn.Module) else model
+
+
 def tokenizer(directory: Path) -> Any:
     """The tokenizer of a model directory."""
     from transformers import AutoTokenizer

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...schemes import Recipe
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.folds import FoldRecord
 from ..checkpoint.fusion import fused_with
 from ..errors import FlowError, some
-from ..hf.forward import TRACE_SHAPE, arguments, float_model, on_tokens_alone
+from ..hf.forward import TRACE_SHAPE, arguments, float_model, on_tokens_alone, without_head
 from ..hf.layers import Structure
 from ..transforms.folds import Folds, find_folds
-from ..transforms.smooth import Gate, Smoothing, channel_maxima, search_alpha, strength
+from ..transforms.smooth import Smoothing
+from ..transforms.strengths import Strength
 from ..transforms.trace import trace
 from .changes import Changes, input_scale
 from .data import batches, read_for
 from .distributed import Team
 from .measure import InputRecorder, Measured
-from .options import Options, Plan, Progress
+from .options import Options, Plan, Progress, weighable
+from .scaling import choose, smooth
+from .sequential import Workers
 
 
 def calibrate(
@@ -42,17 +45,19 @@ def calibrate(
     names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
     folds = analyse(model, set(names), device)
     groups, keep_rows = list(folds.inputs.values()), plan.smooth and options.alpha == "auto"
-    recorder = InputRecorder(
-        model, groups, keep_rows=keep_rows, needs=None if plan.sequential else plan.recipe.needs, team=team
-    )
-    measured = measure(model, recorder, batches(sequences), device, progress)
+    recorder = InputRecorder(model, groups, keep_rows=keep_rows, needs=plan.needs, team=team)
     smoothing = Smoothing()
     changes = Changes(notes={"samples": len(sequences), "alpha": options.alpha if plan.smooth else None})
+    with Workers(device).pool() as pool:
+        measured = measure(model, recorder, sequences, device, progress, pool)
+        if plan.smooth:
+            folds.keep_stored(structure.names.stored, set(names))
+            layers = {name: structure.choices[module] for name, module in names.items()}
+            chosen = choose(model, folds, measured, options.alpha, layers, pool, team)
     if plan.smooth:
-        folds.keep_stored(structure.names.stored, set(names))
-        axes = {a.parameter: a.axis for fold in folds.folds for a in fold.absorbers}
-        smoothing = choose(model, folds, measured, options.alpha, plan.recipe)
-        changes.notes["gate"] = passes_gate(model, smoothing, folds, axes, batches(sequences)[0][:2].to(device))
+        load = partial(float_model, source.directory, device)
+        tokens = batches(sequences)[0].to(device)
+        smoothing, changes.notes["gate"] = smooth(model, load, folds, chosen, tokens, set(names), team)
         changes.notes["folded"] = [
             {"from": f.producer.parameter, "into": [a.parameter for a in f.absorbers], "fixed": len(f.fixed)}
             for f in folds.folds
@@ -62,7 +67,7 @@ def calibrate(
     if plan.smooth:
         changes.notes["changed"] = sorted({*changes.columns, *changes.rows, *changes.replaced})
     changes.notes["outliers"] = {
-        module: _outliers(measured.maxima[name], smoothing.divisors.get(name), smoothing.alphas.get(name))
+        module: _outliers(measured.maxima[name], smoothing.divisors.get(name), smoothing.strengths.get(name))
         for name, module in names.items()
         if name in measured.maxima
     }
@@ -70,9 +75,10 @@ def calibrate(
     static = {name: m for name, m in names.items() if choices[m].scheme.activation.kind == "static"}
     if static:
         _input_scales(changes, folds, measured.maxima, smoothing, static)
-    by_data = {name: m for name, m in names.items() if choices[m].method.needs is not None}
-    if by_data and not plan.sequential:
+    by_data = {name: m for name, m in names.items() if choices[m].method.needs is not None or weighable(choices[m])}
+    if by_data and plan.needs is not None:
         _keep_moments(changes, folds, measured, smoothing, by_data)
+        _require_seen(changes, {m for m in by_data.values() if choices[m].method.needs is not None})
     return changes
 
 
@@ -87,43 +93,22 @@ def analyse(model: nn.Module, wanted: set[str], device: torch.device) -> Folds:
 
 
 def measure(
-    model: nn.Module, recorder: InputRecorder, data: list[Tensor], device: torch.device, progress: Progress
+    model: nn.Module,
+    recorder: InputRecorder,
+    sequences: list[Tensor],
+    device: torch.device,
+    progress: Progress,
+    pool: ThreadPoolExecutor | None = None,
 ) -> Measured:
+    """Show the sequences to the recorder: each in one thread of the pool, or in batches on a GPU."""
+    on_cpu = device.type == "cpu"
+    data = [sequence[None] for sequence in sequences] if on_cpu else batches(sequences)
+
     def step(count: int, index: int) -> None:
         progress("calibrate", count, len(data), f"batch {index + 1}")
 
-    return recorder.run(model, data, device, step, arguments(model))
-
-
-def choose(model: nn.Module, folds: Folds, measured: Measured, alpha: float | str, recipe: Recipe) -> Smoothing:
-    """Divisors for every fold, from statistics alone: the same on every rank."""
-    smoothing, parameters = Smoothing(), {name: p.detach() for name, p in model.named_parameters()}
-    for fold in folds.folds:
-        if alpha == "auto":
-            used, divisor = search_alpha(fold, measured.maxima, parameters, measured.rows, recipe)
-        else:
-            used = float(alpha)
-            divisor = strength(*channel_maxima(fold, measured.maxima, parameters), used)
-        smoothing.add(fold, divisor, parameters, used)
-    return smoothing
-
-
-def passes_gate(model: nn.Module, smoothing: Smoothing, folds: Folds, axes: dict[str, int], tokens: Tensor) -> Any:
-    """Smooth the model in memory and compare its outputs: in f32, where rounding is small, if that fits in memory."""
-    if _fits_in_f32(model):
-        model.float()
-    gate = Gate(model, {"input_ids": tokens, **arguments(model)}, folds.folds)
-    smoothing.apply(model, axes)
-    return gate.check()
-
-
-def _fits_in_f32(model: nn.Module) -> bool:
-    needed = sum(p.numel() * 4 for p in model.parameters())
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return needed < free * 0.8
-    return needed < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 0.8
+    body = without_head(model, [group[0] for group in recorder.groups])
+    return recorder.run(body, data, device, step, arguments(model), pool if on_cpu else None)
 
 
 def _store(changes: Changes, smoothing: Smoothing, structure: Structure) -> None:
@@ -141,11 +126,13 @@ def _store(changes: Changes, smoothing: Smoothing, structure: Structure) -> None
         )
 
 
-def _outliers(maximum: Tensor, divisor: Tensor | None, alpha: float | None) -> dict[str, Any]:
+def _outliers(maximum: Tensor, divisor: Tensor | None, strength: Strength | None) -> dict[str, Any]:
     """The largest channel over the median one, before and after smoothing."""
     before = _over_median(maximum)
     after = before if divisor is None else _over_median(maximum / divisor)
-    return {"outlier_before": before, "outlier_after": after, "smoothed": divisor is not None, "alpha": alpha}
+    strength = strength or Strength()
+    chosen = {"smoothed": divisor is not None, "alpha": strength.alpha, "rule": strength.rule}
+    return {"outlier_before": before, "outlier_after": after, **chosen}
 
 
 def _over_median(maximum: Tensor) -> float:
@@ -190,8 +177,10 @@ def _keep_moments(
         changes.moments[key] = measured.moments[group[0]] / divisor.square()
         if group[0] in measured.hessians:
             changes.hessians[key] = measured.hessians[group[0]] / (divisor * divisor.reshape(-1, 1))
-    missing = sorted(set(names.values()) - set(changes.inputs))
-    if missing:
+
+
+def _require_seen(changes: Changes, modules: set[str]) -> None:
+    if missing := sorted(modules - set(changes.inputs)):
         raise FlowError(
             "the method needs data: expected calibration to see what every layer reads, it saw no input of "
             f"{some(missing)}; --ignore them, or use --method rtn"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...core.errors import InvalidProblem
-from ...schemes import Choice, Method, Recipe, Scheme, checkpoint_scheme, get_method
+from ...schemes import Choice, Method, Needs, Recipe, Scheme, checkpoint_scheme, get_method
+from ...schemes.calibration import strongest
 from ..errors import FlowError, require_pattern
 from .recipe_file import Rule
 
@@ -146,6 +147,17 @@ class Plan:
     sequential: bool = False
     #: Whether sensitivities are measured, to choose the bits of each layer.
     chooses: bool = False
+    #: Whether searched scales are weighed by the inputs' second moments, for methods that would do without data.
+    weighs: bool = False
+
+    def with_data(self) -> Plan:
+        """The plan of a run that is given calibration data, which searched scales gain from where nothing needs it."""
+        return replace(self, weighs=not self.sequential and any(map(weighable, self.recipe.choices)))
+
+    @property
+    def needs(self) -> Needs | None:
+        """What is measured of the inputs of the float model."""
+        return None if self.sequential else strongest([self.recipe.needs, "moments" if self.weighs else None])
 
     @property
     def needs_calibration(self) -> bool:
@@ -154,7 +166,12 @@ class Plan:
     @property
     def measures(self) -> bool:
         """Whether the float model is run first, for what is decided before any layer is quantized."""
-        return self.smooth or self.recipe.static or (self.recipe.needs is not None and not self.sequential)
+        return self.smooth or self.recipe.static or self.needs is not None
+
+
+def weighable(choice: Choice) -> bool:
+    """Whether a layer's scales are searched, so that data about its input makes better ones."""
+    return choice.method.needs is None and choice.scheme.weight.scales == "search"
 
 
 def _method(name: str) -> Method:

@@ -41,7 +41,7 @@ def quantize_checkpoint(
     device: torch.device | str = "cpu",
     resume: bool = False,
     progress: Progress | None = None,
-    smooth: bool | None = None,
+    smooth: bool | str | None = None,
     method: str = "rtn",
     one_shot: bool = False,
     recipe: str | Path | Mapping[str, Any] | None = None,
@@ -58,13 +58,15 @@ def quantize_checkpoint(
     - `scheme`: `"w8a8"`, `"w8a8-static"`, `"w4a8"` or `"w4a16"`; `"w8a8-smoothquant"` is `"w8a8"` with `smooth=True`.
       `activations`: `"dynamic"`, a scale per token at run time, or `"static"`, one per tensor from calibration.
     - `smooth`: move outliers of the activations into the weights first (SmoothQuant). `alpha`: its strength, from 0 to
-      1, or `"auto"` to search it per layer; 0.5 unless given.
+      1; 0.5 unless given. `smooth="auto"`, the same as `alpha="auto"` beside it, searches rule and strength for each
+      fold, SmoothQuant's and, for 4-bit weights, AWQ's.
     - `method`: how weights become integers; `"rtn"` rounds them to nearest, `"gptq"` keeps the outputs of each layer on
       the calibration data. It goes block by block, each calibrated on the outputs of the quantized ones before it;
       `one_shot` calibrates all of them on the float model instead.
     - `calibration`: a file of texts or tokens, or a list of texts, for smoothing, static activations and methods that
-      need data. `evaluation`: the same, to measure the result on. Of each, `samples` sequences of `sequence_length`
-      tokens are read.
+      need data. Searched scales, those of w4a8 and w4a16, are weighed by what it tells of each input channel.
+      `evaluation`: the same, to measure the result on. Of each, `samples` sequences of `sequence_length` tokens are
+      read.
     - `group_size`: columns that share a scale in w4a8 and w4a16; 128 unless given. A layer whose columns it does not
       divide gets the next smaller of 32, 64 and 128 that does; the report says which.
     - `budget`: average bits of the quantized Linears, scales included, such as 4.5: the layers of a 4-bit scheme that
@@ -90,6 +92,7 @@ def quantize_checkpoint(
     if out is None and not dry_run:
         raise FlowError("out: expected a directory for the result, got None; pass --output DIR, or --dry-run")
     target = None if out is None else Path(out)
+    smooth, alpha = _smoothing(smooth, alpha)
     options = Options(
         scheme,
         activations,
@@ -107,7 +110,7 @@ def quantize_checkpoint(
     if recipe is not None:
         read = read_recipe(recipe)
         options = replace(options, **read.options, ignore=(*options.ignore, *read.ignore), rules=read.rules)
-    plan = options.plan()
+    plan = options.plan() if calibration is None else options.plan().with_data()
     options.require_used(plan, alpha=alpha, group_size=group_size, calibration=calibration)
     with (
         os_errors_explained(target or Path(), RESUME),
@@ -135,6 +138,17 @@ def quantize_checkpoint(
         if content:
             _log.info("%s: %d Linears quantized, %d left", target, len(content["layers"]), len(content["left"]))
         return content
+
+
+def _smoothing(smooth: bool | str | None, alpha: float | str | None) -> tuple[bool | None, float | str | None]:
+    """`smooth="auto"` is `smooth=True` with `alpha="auto"`."""
+    if not isinstance(smooth, str):
+        return smooth, alpha
+    if smooth != "auto":
+        raise FlowError(f"smooth: expected True, False or 'auto', got {smooth!r}; a strength goes into alpha")
+    if alpha not in (None, "auto"):
+        raise FlowError(f"smooth='auto' searches the strength: expected no alpha beside it, got {alpha!r}; drop one")
+    return True, "auto"
 
 
 def _own_device(device: torch.device | str) -> torch.device:

@@ -66,6 +66,7 @@ _LAYER = {
     "outlier_after?": Maybe(AMOUNT),
     "smoothed?": FLAG,
     "alpha?": Maybe(NUMBER),
+    "rule?": TEXT,
 }
 _SMOOTHING = {
     "samples?": COUNT,

@@ -56,9 +56,13 @@ class Folds:
         """Drop the folds that change a parameter which the checkpoint does not store by itself, and say so."""
         for fold in list(self.folds):
             if missing := [name for name in fold.changed if name not in stored]:
-                self.folds.remove(fold)
                 why = f"its fold changes {missing[0]}, which the checkpoint does not store as a tensor of its own"
-                self.reasons |= {a.parameter: why for a in fold.absorbers if a.parameter in wanted}
+                self.leave_out(fold, why, wanted)
+
+    def leave_out(self, fold: Fold, why: str, wanted: set[str]) -> None:
+        """Do without a fold, and say why."""
+        self.folds.remove(fold)
+        self.reasons |= {a.parameter: why for a in fold.absorbers if a.parameter in wanted}
 
 
 def find_folds(record: Trace, outputs: list[Value], wanted: set[str]) -> Folds:
