@@ -18,13 +18,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from . import _gemma_type as gemma
 from . import _real_model as real
 from .common import Bar, arguments, show_bars, table, write_json
 
@@ -42,35 +43,40 @@ class Row:
     name: str
     scheme: str
     method: str = "rtn"
-    smooth: bool = False
-    alpha: str | None = None
+    smooth: bool | str = False
     peer: bool = False
+    weighed: bool = False
+    """Whether scales are weighed by calibration data, for a method that could do without."""
 
     @property
     def calibrated(self) -> bool:
-        return self.method != "rtn" or self.smooth
+        return self.method != "rtn" or bool(self.smooth) or self.weighed
 
 
 ROWS = (
     Row("w8a8", "w8a8"),
     Row("w8a8, smooth", "w8a8", smooth=True),
-    Row("w8a8, smooth, alpha auto", "w8a8", smooth=True, alpha="auto"),
-    Row("w8a8, gptq", "w8a8", "gptq"),
-    Row("w8a8, smooth, gptq", "w8a8", "gptq", smooth=True),
+    Row("w8a8, smooth auto", "w8a8", smooth="auto"),
+    Row("w8a8, smooth auto, gptq", "w8a8", "gptq", smooth="auto"),
     Row("w4a16", "w4a16"),
+    Row("w4a16, weighed scales", "w4a16", weighed=True),
+    Row("w4a16, smooth auto", "w4a16", smooth="auto"),
     Row("w4a16, gptq", "w4a16", "gptq"),
-    Row("w4a16, smooth, alpha auto, gptq", "w4a16", "gptq", smooth=True, alpha="auto"),
-    Row("w4a8", "w4a8"),
+    Row("w4a16, smooth auto, gptq", "w4a16", "gptq", smooth="auto"),
+    Row("w4a8, smooth auto", "w4a8", smooth="auto"),
     Row("w4a8, gptq", "w4a8", "gptq"),
-    Row("w4a8, smooth, alpha auto, gptq", "w4a8", "gptq", smooth=True, alpha="auto"),
+    Row("w4a8, smooth auto, gptq", "w4a8", "gptq", smooth="auto"),
     Row("llm-compressor w8a8", "w8a8", peer=True),
     Row("llm-compressor w4a16", "w4a16", peer=True),
     Row("llm-compressor w4a16, gptq", "w4a16", "gptq", peer=True),
 )
 QUICK = ("w4a16", "w4a16, gptq")
+#: The models, by name, and what makes their directories.
+MODELS: dict[str, Callable[[], Path]] = {"SmolLM2-135M": real.model_directory, "Gemma type": gemma.model_directory}
 
 
 def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", choices=MODELS, default="SmolLM2-135M", help="the model to quantize")
     parser.add_argument("--peer", type=Path, metavar="PYTHON", help="an interpreter that has llm-compressor")
     parser.add_argument("--threads", type=int, default=0, help="threads of every contestant; all cores by default")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows to run")
@@ -93,10 +99,21 @@ def main(argv: Sequence[str]) -> int:
         folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         results = measure(rows, folder, samples, chosen)
-    show(results)
+    show(chosen.model, results)
     bars = requirements({row["name"]: row for row in results[1:]})
     show_bars(bars)
-    write_json(chosen.json, {"samples": samples, "length": LENGTH, "group_size": GROUP, "rows": results, "bars": bars})
+    write_json(
+        chosen.json,
+        {
+            "model": chosen.model,
+            "threads": torch.get_num_threads(),
+            "samples": samples,
+            "length": LENGTH,
+            "group_size": GROUP,
+            "rows": results,
+            "bars": bars,
+        },
+    )
     return 0
 
 
@@ -110,7 +127,7 @@ def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namesp
     made = [(row, *run(row, calibration, folder, samples, chosen)) for row in rows]
     from ._accuracy_model import Reference
 
-    reference = Reference(real.model_directory(), tokens)
+    reference = Reference(MODELS[chosen.model](), tokens)
     results: list[dict[str, Any]] = [{"name": "float", "perplexity": reference.perplexity}]
     for row, checkpoint, cost in made:
         results.append({"name": row.name, **reference.compare(checkpoint), **cost})
@@ -124,7 +141,7 @@ def slug(row: Row) -> str:
 
 def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argparse.Namespace) -> tuple[Path, Cost]:
     """Quantize in a process of its own: the checkpoint, and what it took."""
-    model, here = str(real.model_directory()), Path(__file__).parent
+    model, here = str(MODELS[chosen.model]()), Path(__file__).parent
     if row.peer:
         script = here / "_llmcompressor.py"
         task = [row.scheme, row.method, str(GROUP)]
@@ -136,7 +153,7 @@ def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argpars
                    "samples": samples, "sequence_length": LENGTH}  # fmt: skip
         options |= {"calibration": str(calibration)} if row.calibrated else {}
         options |= {"group_size": GROUP} if row.scheme.startswith("w4") else {}
-        options |= {"smooth": True, "alpha": row.alpha} if row.smooth else {}
+        options |= {"smooth": row.smooth} if row.smooth else {}
         command = [sys.executable, "-m", "bench._accuracy_run", json.dumps(options)]
     out, cost = folder / slug(row), folder / f"{slug(row)}.cost.json"
     if row.peer and chosen.again:
@@ -162,12 +179,12 @@ def _digest(calibration: Path, script: Path, chosen: argparse.Namespace, task: l
                             "print(v('llmcompressor'), v('torch'), v('transformers'))"],
                            capture_output=True, text=True, check=True)  # fmt: skip
     digest = hashlib.sha256(json.dumps([asked.stdout, chosen.threads, task]).encode())
-    for file in (calibration, script, *sorted(real.model_directory().glob("*.safetensors"))):
+    for file in (calibration, script, *sorted(MODELS[chosen.model]().glob("*.safetensors"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def show(results: list[dict[str, Any]]) -> None:
+def show(model: str, results: list[dict[str, Any]]) -> None:
     header = ("", "perplexity", "KL", "top-1 %", "seconds", "of a core", "peak MB")
     cells = [
         (
@@ -181,7 +198,7 @@ def show(results: list[dict[str, Any]]) -> None:
         )
         for row in results
     ]
-    table(f"SmolLM2-135M, {torch.get_num_threads()} threads, groups of {GROUP}, against the float model", header, cells)
+    table(f"{model}, {torch.get_num_threads()} threads, groups of {GROUP}, against the float model", header, cells)
 
 
 def requirements(found: dict[str, dict[str, Any]]) -> list[Bar]:
@@ -194,9 +211,9 @@ def requirements(found: dict[str, dict[str, Any]]) -> list[Bar]:
 
     peer = "llm-compressor w4a16, gptq"
     ratio("w4a16, gptq: KL / llm-compressor's", "w4a16, gptq", peer, "kl", 0.97)
-    ratio("w4a16, smooth, gptq: KL / llm-compressor's", "w4a16, smooth, alpha auto, gptq", peer, "kl", 0.85)
-    ratio("w4a8, gptq: KL / w4a16, gptq", "w4a8, gptq", "w4a16, gptq", "kl", 1.1)
-    ratio("w8a8, smooth: KL / w8a8", "w8a8, smooth", "w8a8", "kl", 0.4)
+    ratio("w4a16, smooth auto, gptq: KL / llm-compressor's", "w4a16, smooth auto, gptq", peer, "kl", 0.85)
+    ratio("w4a8, smooth auto, gptq: KL / w4a16, gptq", "w4a8, smooth auto, gptq", "w4a16, gptq", "kl", 1.1)
+    ratio("w8a8, smooth auto: KL / w8a8", "w8a8, smooth auto", "w8a8", "kl", 0.4)
     ratio("w4a16, gptq: seconds / llm-compressor's", "w4a16, gptq", peer, "seconds", 0.5)
     ratio("w4a16, gptq: peak memory / llm-compressor's", "w4a16, gptq", peer, "peak_mb", 1.0)
     if "w4a16, gptq" in found and peer in found:

@@ -97,7 +97,7 @@ def dampen(hessian: Tensor, fraction: float) -> Tensor:
 
 def inverse_factor(damped: Tensor) -> Tensor:
     """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one."""
-    extra = 0.0
+    extra, factor = 0.0, damped
     while True:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
