@@ -102,18 +102,9 @@ def main(argv: Sequence[str]) -> int:
     show(chosen.model, results)
     bars = requirements({row["name"]: row for row in results[1:]})
     show_bars(bars)
-    write_json(
-        chosen.json,
-        {
-            "model": chosen.model,
-            "threads": torch.get_num_threads(),
-            "samples": samples,
-            "length": LENGTH,
-            "group_size": GROUP,
-            "rows": results,
-            "bars": bars,
-        },
-    )
+    setting = {"model": chosen.model, "threads": torch.get_num_threads(), "group_size": GROUP}
+    tokens = {"samples": samples, "length": LENGTH, "chapters": list(_chapters(chosen))}
+    write_json(chosen.json, {**setting, **tokens, "rows": results, "bars": bars})
     return 0
 
 
@@ -122,8 +113,7 @@ def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namesp
 
     calibration = folder / f"calibration-{samples}.safetensors"
     write_tensors(calibration, {"tokens": real.tokens(real.CALIBRATION_CHAPTERS, samples, LENGTH)})
-    chapters = real.CHOICE_CHAPTERS if chosen.choose else real.EVALUATION_CHAPTERS
-    tokens = real.tokens(chapters, samples, LENGTH)
+    tokens = real.tokens(_chapters(chosen), samples, LENGTH)
     made = [(row, *run(row, calibration, folder, samples, chosen)) for row in rows]
     from ._accuracy_model import Reference
 
@@ -133,6 +123,10 @@ def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namesp
         results.append({"name": row.name, **reference.compare(checkpoint), **cost})
         print(json.dumps(results[-1]), flush=True)
     return results
+
+
+def _chapters(chosen: argparse.Namespace) -> tuple[int, ...]:
+    return real.CHOICE_CHAPTERS if chosen.choose else real.EVALUATION_CHAPTERS
 
 
 def slug(row: Row) -> str:
