@@ -19,10 +19,14 @@ def read(name: str) -> dict[str, Any] | None:
 
 
 def _or_missing(name: str, write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
+    area = name.partition("-")[0]
+
     def made() -> str:
         run = read(name)
         return (
-            write(run) if run else f"No run is committed yet (`bench/results/{name}.json`); `make gpu-bench` makes one."
+            write(run)
+            if run
+            else f"No run is committed yet: `python -m bench {area} --json bench/results/{name}.json` makes one."
         )
 
     return made
@@ -120,6 +124,28 @@ def linear(run: dict[str, Any]) -> str:
     )
 
 
+def accuracy(run: dict[str, Any]) -> str:
+    """The rows of `python -m bench accuracy`: what each way to quantize costs a model, and what it takes."""
+    rows = []
+    for row in run["rows"]:
+        cost = [f"{row['kl']:.4f}", f"{row['top1_agreement']:.1%}"] if "kl" in row else ["", ""]
+        time = [f"{row['seconds']:.0f}", f"{row['peak_mb']:.0f}"] if "seconds" in row else ["", ""]
+        rows.append([row["name"], f"{row['perplexity']:.2f}", *cost, *time])
+    met = sum(bar["holds"] for bar in run["bars"])
+    bars = [
+        [bar["name"], f"{'<=' if bar['below'] else '>='} {bar['needed']:g}", f"{bar['measured']:.2f}"]
+        for bar in run["bars"]
+    ]
+    return "\n\n".join(
+        [
+            f"{run['model']}, {run['threads']} threads, groups of {run['group_size']} at four bits, one run:",
+            table(["", "perplexity", "KL", "same top token", "seconds", "peak MB"], rows, range(1, 6)),
+            f"{met} of {len(run['bars'])} bars are met:",
+            table(["requirement", "needed", "measured"], bars, range(1, 3)),
+        ]
+    )
+
+
 def _times(peer: float | None, ours: float) -> str:
     return "" if peer is None else f"{peer / ours:.1f}x"
 
@@ -129,4 +155,6 @@ MAKERS: dict[str, Callable[[], str]] = {
     "bench_gpu": _or_missing("gpu", gpu),
     "bench_gpu_small": _or_missing("gpu-small", small),
     "bench_linear": _or_missing("linear", linear),
+    "bench_accuracy": _or_missing("accuracy", accuracy),
+    "bench_accuracy_gemma": _or_missing("accuracy-gemma", accuracy),
 }

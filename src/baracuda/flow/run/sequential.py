@@ -6,6 +6,8 @@ depend on the number of threads or processes.
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -81,6 +83,7 @@ class Sequential:
             *moved, self.first = self.pool.map(lambda x: self.chain.run(index, x), states)
         self.hidden = dict(zip(self.hidden, moved, strict=True))
         block.to("meta")
+        _release_memory()
 
     def groups(self, index: int, linears: list[str]) -> list[list[str]]:
         """The linears by the tensor they read, in the order they are called; those not called come last, alone."""
@@ -152,6 +155,12 @@ class Sequential:
             if made is not None:
                 return (index, grid_of(made[0])), made
         return None
+
+
+def _release_memory() -> None:
+    """Give freed memory back to the system: glibc keeps what a thread has freed for that thread."""
+    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class Inputs:
