@@ -66,7 +66,7 @@ def test_a_path_with_brackets_is_printed_as_it_is(name: str, tmp_path: Path, mon
         (["--group-size", "128"], "w8a8 has no groups: drop --group-size, or use --scheme w4a8 or w4a16"),
         (["--scheme", "w4a16", "--group-size", "0"], "group_size: expected a positive multiple of 8, got 0"),
         (["--calibration", "nowhere.txt"], "needs no data: drop --calibration, or add --activations static"),
-        (["--scheme", "w4a16", "--calibration", "nowhere.txt"], "activations needs no data: drop --calibration"),
+        (["--scheme", "w4a16", "--calibration", "nowhere.txt"], "nowhere.txt: no such file; expected texts"),
         (["--device", "cuda"], "sees no CUDA GPU here; use --device cpu"),
         (["--ignore", "*.donw_proj"], "--ignore *.donw_proj: expected names of modules, such as model.layers.0.mlp."),
         (["--ignore", "lm_head", "--ignore", "model.layers.0"], "--ignore model.layers.0: expected names"),

@@ -37,7 +37,7 @@ class FactoredHessian:
         """From second moments `[K, K]`; the columns that matter most are rounded first, in f64 until the end."""
         damped = dampen(hessian, damping)
         order, kept = torch.argsort(hessian.diagonal(), descending=True, stable=True), damped.float()
-        damped = damped[order][:, order]  # under the same name: another copy in f64 would only take memory
+        damped = damped[order[:, None], order]  # under the same name: another copy in f64 would only take memory
         return cls(kept, order, inverse_factor(damped).float())
 
     def to(self, device: torch.device) -> FactoredHessian:

@@ -71,7 +71,7 @@ class Moments:
         """The mean of x[i] * x[j], in f64."""
         if self._sums is None or self.grid is None:
             return torch.zeros(self.columns, self.columns, dtype=torch.float64)
-        return torch.ldexp(self._sums.double(), torch.tensor(self.grid)).div_(max(1, self.count))
+        return self._sums.double().mul_(2.0**self.grid).div_(max(1, self.count))
 
 
 def chunk_product(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def grid_of(product: Tensor) -> int:
 
 def dampen(hessian: Tensor, fraction: float) -> Tensor:
     """A positive definite copy in f64: `fraction` of the mean of the diagonal is added to each of its elements."""
-    damped = hessian.double().clone()
+    damped = hessian.to(torch.float64, copy=True)
     diagonal = damped.diagonal()
     mean = float(diagonal.mean()) if len(diagonal) else 0.0
     diagonal.add_(fraction * mean if mean > 0 else 1.0)

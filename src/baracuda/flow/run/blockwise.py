@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from ...schemes import CalibrationData
-from ...schemes.hessian import Moments
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import TensorFile, write_tensors
@@ -87,9 +86,9 @@ class Blockwise:
         else:
             made: dict[str, Tensor] = {}
 
-            def quantize(group: list[str], moments: Moments) -> Mapping[str, Tensor]:
+            def quantize(group: list[str], measured: CalibrationData) -> Mapping[str, Tensor]:
                 weights = {n: chain.block(index).get_parameter(f"{n}.weight").detach() for n in group}
-                stored = self._quantize({local[n]: w for n, w in weights.items()}, moments, pool)
+                stored = self._quantize({local[n]: w for n, w in weights.items()}, measured, pool)
                 made.update({f"{m}.{part}": t for m, parts in stored.items() for part, t in parts.items()})
                 return {n: self._storage(local[n]).dequantize(stored[local[n]]) for n in group}
 
@@ -102,11 +101,9 @@ class Blockwise:
         self.changes.quantized |= dict.fromkeys(local.values(), file)
 
     def _quantize(
-        self, weights: dict[str, Tensor], moments: Moments, pool: ThreadPoolExecutor
+        self, weights: dict[str, Tensor], data: CalibrationData, pool: ThreadPoolExecutor
     ) -> dict[str, dict[str, Tensor]]:
         """What is stored for some linears that read the same input; blocks of rows are dealt to all ranks."""
-        mean = moments.mean().float()
-        data = CalibrationData(moments.count, mean.diagonal().clone(), mean)
         tasks = [
             (module, first, self._rows(module, weight[first : first + ROWS]))
             for module, weight in weights.items()

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...schemes import CalibrationData
 from ...schemes.hessian import Moments, chunk_product, grid_of
 from ..hf.blocks import Chain, Stop
 from .distributed import Team
 
-#: Linears of a block and the second moments of the input they share -> the weights that stand for them from now on.
-Quantize = Callable[[list[str], Moments], Mapping[str, Tensor]]
+#: Linears of a block and what is known of the input they share -> the weights that stand for them from now on.
+Quantize = Callable[[list[str], CalibrationData], Mapping[str, Tensor]]
 
 
 class Workers:
@@ -71,7 +72,7 @@ class Sequential:
         groups = self.groups(index, linears)
         with inputs.quantized(block, linears):
             for group in groups:
-                for name, weight in quantize(group, self._moments(index, group)).items():
+                for name, weight in quantize(group, _data(self._moments(index, group))).items():
                     block.get_parameter(f"{name}.weight").data.copy_(weight)
         self.advance(index, linears, inputs)
 
@@ -155,6 +156,11 @@ class Sequential:
             if made is not None:
                 return (index, grid_of(made[0])), made
         return None
+
+
+def _data(moments: Moments) -> CalibrationData:
+    mean = moments.mean().float()
+    return CalibrationData(moments.count, mean.diagonal().clone(), mean)
 
 
 def _release_memory() -> None:
