@@ -12,6 +12,7 @@ import math
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +35,17 @@ def model_directory() -> Path:
 
 
 def _convert(source: Path, out: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GemmaConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    made = converted(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32))
+    made.to(torch.bfloat16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+
+
+def converted(model: Any) -> Any:
+    """The Gemma with the logits of a Llama whose head is its embedding, in f32."""
+    from transformers import AutoModelForCausalLM, GemmaConfig
+
     llama = model.config
     config = GemmaConfig(
         vocab_size=llama.vocab_size,
@@ -59,8 +68,7 @@ def _convert(source: Path, out: Path) -> None:
     made = AutoModelForCausalLM.from_config(config)
     made.load_state_dict(rewritten(model.state_dict(), llama.hidden_size, llama.num_hidden_layers), strict=False)
     made.tie_weights()
-    made.to(torch.bfloat16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(source).save_pretrained(out)
+    return made.eval()
 
 
 def rewritten(weights: dict[str, Tensor], width: int, layers: int) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 import baracuda
 from baracuda.flow import quantize_checkpoint
 from baracuda.schemes.search import Rounding, search_scales
+from bench import _gemma_type as gemma
 from bench import _real_model as real
 from bench.accuracy import ROWS, requirements
 
@@ -42,6 +43,18 @@ def test_requirements_are_ratios_of_the_rows_that_were_run() -> None:
     assert bars["w4a16, gptq: KL / llm-compressor's"].measured == 0.5
     assert not bars["w4a16, gptq: seconds / llm-compressor's"].holds
     assert len({row.name for row in ROWS}) == len(ROWS)
+
+
+def test_a_llama_written_as_a_gemma_has_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(gemma, "WIDTH", 80)
+    llama = models.build("llama", tie_word_embeddings=True)
+    made = gemma.converted(llama)
+    assert made.config.hidden_size == 80 and type(made).__name__ == "GemmaForCausalLM"
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    with torch.no_grad():
+        expected, found = llama(models.prompt()).logits, made(models.prompt()).logits
+    assert models.relative(expected, found) < 1e-5
 
 
 needs_real = pytest.mark.skipif(real.missing() is not None, reason=str(real.missing()))

@@ -97,14 +97,15 @@ def dampen(hessian: Tensor, fraction: float) -> Tensor:
 
 def inverse_factor(damped: Tensor) -> Tensor:
     """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one."""
-    extra, factor = 0.0, damped
+    extra = 0.0
     while True:
         factor, failed = torch.linalg.cholesky_ex(damped)
         if not int(failed):
             factor = torch.cholesky_inverse(factor)
             factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
             if not int(failed):
-                return factor
+                upper: Tensor = factor
+                return upper
         extra = max(2 * extra, 1e-3 * float(damped.diagonal().mean()))
         if not math.isfinite(extra):
             raise InvalidProblem("calibration: expected finite second moments, got NaN or infinite ones")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -50,7 +51,7 @@ def quantize(source: Path, out: Path, data: Path, scheme: str = "w4a16", **optio
     return quantize_checkpoint(source, out, scheme=scheme, **chosen)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "opt", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma", "gemma2", "opt", "mixtral"])
 def test_gptq_is_nearer_the_float_model_than_rounding_to_nearest(name: str, data: Path, tmp_path: Path) -> None:
     models.save(name, tmp_path / "model", torch.bfloat16)
     found = quantize(tmp_path / "model", tmp_path / "gptq", data, evaluation=data)
@@ -74,30 +75,42 @@ def test_threads_do_not_change_a_byte(scheme: str, llama: Path, data: Path, tmp_
     assert made[0] == made[1] == made[2]
 
 
+def test_five_runs_have_one_hash(llama: Path, data: Path, tmp_path: Path) -> None:
+    for run in range(5):
+        quantize(llama, tmp_path / str(run), data)
+    contents = [models.contents(tmp_path / str(run)) for run in range(5)]
+    assert all(found == contents[0] for found in contents)
+
+
 SCRIPT = """
-import sys, torch
+import json, sys, torch
 from baracuda.flow import quantize_checkpoint
 source, out, data, length = sys.argv[1:5]
-quantize_checkpoint(source, out, scheme="w4a16", group_size=32, method="gptq", calibration=data,
-                    sequence_length=int(length), resume="resume" in sys.argv)
+for scheme, options in json.loads(sys.argv[5]).items():
+    quantize_checkpoint(source, f"{out}/{scheme}", scheme=scheme, method="gptq", calibration=data,
+                        sequence_length=int(length), **options)
 """
 
 
 def test_processes_do_not_change_a_byte(llama: Path, data: Path, tmp_path: Path) -> None:
-    quantize(llama, tmp_path / "one", data)
+    runs: dict[str, Any] = {"w4a16": SCHEMES["w4a16"], "w4a8": {**SCHEMES["w4a8"], "smooth": "auto"}, "w8a8": {}}
+    for scheme, options in runs.items():
+        quantize(llama, tmp_path / "one" / scheme, data, scheme, **options)
     (tmp_path / "script.py").write_text(SCRIPT)
     run = ["-m", "torch.distributed.run", "--nproc-per-node=3", "--master-port=29631", str(tmp_path / "script.py")]
-    arguments = [str(llama), str(tmp_path / "three"), str(data), str(LENGTH)]
+    arguments = [str(llama), str(tmp_path / "three"), str(data), str(LENGTH), json.dumps(runs)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *run, *arguments], check=True, env=environment, capture_output=True, timeout=300)
-    assert models.contents(tmp_path / "three") == models.contents(tmp_path / "one")
+    for scheme in runs:
+        assert models.contents(tmp_path / "three" / scheme) == models.contents(tmp_path / "one" / scheme)
 
 
 def test_a_killed_run_goes_on_to_the_same_bytes(llama: Path, data: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "whole", data)
     (tmp_path / "script.py").write_text(SCRIPT)
-    out = tmp_path / "killed"
-    arguments = [sys.executable, str(tmp_path / "script.py"), str(llama), str(out), str(data), str(LENGTH)]
+    out, runs = tmp_path / "killed" / "w4a16", json.dumps({"w4a16": SCHEMES["w4a16"]})
+    script, folder = str(tmp_path / "script.py"), str(tmp_path / "killed")
+    arguments = [sys.executable, script, str(llama), folder, str(data), str(LENGTH), runs]
     process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list((out / ".baracuda").glob("*block-0*")) and process.poll() is None and time.monotonic() < deadline:
@@ -108,12 +121,15 @@ def test_a_killed_run_goes_on_to_the_same_bytes(llama: Path, data: Path, tmp_pat
     assert models.contents(out) == models.contents(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("w4a16", {}), ("w4a8", {"smooth": "auto"}), ("w8a8", {})], ids=["w4a16", "w4a8", "w8a8"]
+)
 def test_a_block_that_is_done_is_not_done_again(
-    llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheme: str, options: dict[str, Any], llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from baracuda.flow.run.blockwise import Blockwise
 
-    quantize(llama, tmp_path / "whole", data)
+    quantize(llama, tmp_path / "whole", data, scheme, **options)
     done, original = [], Blockwise._quantize
 
     def interrupted(self: Blockwise, weights: Any, *rest: Any) -> Any:
@@ -125,10 +141,10 @@ def test_a_block_that_is_done_is_not_done_again(
 
     monkeypatch.setattr(Blockwise, "_quantize", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        quantize(llama, tmp_path / "out", data)
+        quantize(llama, tmp_path / "out", data, scheme, **options)
     assert any("layers.0" in name for name in done)
     done[:] = ["interrupted"]
-    quantize(llama, tmp_path / "out", data, resume=True)
+    quantize(llama, tmp_path / "out", data, scheme, resume=True, **options)
     assert not any("layers.0" in name for name in done)
     assert models.contents(tmp_path / "out") == models.contents(tmp_path / "whole")
 
