@@ -80,13 +80,14 @@ else:
 
     from baracuda import Activation, DynamicRangeMode, ElementKind, QuantizeKind
     from baracuda.backends import nonlinearity as recipe
-    from baracuda.backends.triton.launch import Build, compile_kernel
+    from baracuda.backends.triton.launch import POINTERS, Build, compile_kernel
     from baracuda.backends.triton.linear import kernels as linear_kernels
     from baracuda.backends.triton.linear import launch as linear
     from baracuda.backends.triton.linear import tune as linear_tune
     from baracuda.backends.triton.linear.hopper import few_launch, packed_launch
     from baracuda.backends.triton.linear.hopper import launch as hopper_launch
     from baracuda.backends.triton.linear.hopper.few import Form
+    from baracuda.backends.triton.linear.hopper.floats import FloatForm
     from baracuda.backends.triton.linear.kernels import Epilogue, Matmul, Shape, Terms
     from baracuda.core.problem import Problem
 
@@ -215,18 +216,68 @@ else:
             assert not group or k // tile.fold % group == 0
             assert 0 < tile.grid(n, 132) <= 132 * tile.programs
 
+    def compile_decoding(source, tile):
+        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True, "maxnreg": tile.thread_registers}
+        return triton.compile(source, target=HOPPER, options=options)
+
     @pytest.mark.parametrize("out", [torch.float16, torch.float32])
     @pytest.mark.parametrize("m, group", [(64, 0), (100, 128), (256, 96), (2048, 32)])
     def test_packed_weights_are_decoded_between_the_copies_and_the_products(m, group, out) -> None:
         tile = linear_tune.packed(m, 14336, out.itemsize)
         forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, VECTOR, 1)
-        source = packed_launch.packed_source(tile, Form(True, group, "copy"), out, forms, kinds)
-        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True}
-        compiled = triton.compile(source, target=HOPPER, options=options)
+        form = Form(True, group, "copy")
+        compiled = compile_decoding(packed_launch.packed_source(tile, form, torch.int8, out, forms, kinds), tile)
         ptx = compiled.asm["ptx"]
         assert re.search(r"wgmma\.mma_async\S+\.s32\.s8\.s8", ptx)
         assert compiled.metadata.shared <= LIMIT
         assert ("mad.lo.u32" in ptx) == bool(group)
+
+    #: Tokens, weight, its group, the type of activations, whether scales have it, whether there are zero points.
+    FLOATS = [
+        (1, ElementKind.S4, 128, torch.bfloat16, True, False),
+        (16, ElementKind.U4, 64, torch.float16, True, True),
+        (64, ElementKind.S8, 0, torch.bfloat16, False, False),
+        (300, ElementKind.S4, 32, torch.bfloat16, True, False),
+    ]
+
+    def compile_weight_only(m, weight, group, element, same_type, zero_point):
+        tile = linear_tune.weight_only(m, 4096, 4096, weight.is_packed, 132)
+        forms, kinds = hopper_launch.term_forms(None, None, None, None, 1)
+        kinds = kinds._replace(scale="none", weight_scale="none")
+        plain = weight.is_packed and same_type and not zero_point
+        form = FloatForm(weight.is_packed, weight is not ElementKind.U4, group, plain, "prefetch")
+        scale, zeros = POINTERS[element if same_type else torch.float32], "*i32" if zero_point else "*u8"
+        source = packed_launch.packed_source(tile, form, element, element, forms, kinds, scale, zeros)
+        return tile, compile_decoding(source, tile)
+
+    @pytest.mark.parametrize("case", FLOATS, ids=str)
+    def test_weight_only_linears_multiply_16_bit_floats_from_shared_memory(case) -> None:
+        tile, compiled = compile_weight_only(*case)
+        ptx, name = compiled.asm["ptx"], "bf16" if case[3] is torch.bfloat16 else "f16"
+        assert re.search(rf"wgmma\.mma_async\S+k16\.f32\.{name}\.{name}", ptx)
+        assert (compiled.metadata.shared + 1024) * tile.programs <= LIMIT + 1024
+        plain = case[1].is_packed and not case[5]
+        assert (f"mul.rn.{name}x2" in ptx) == plain and (f"cvt.rn.{name}x2.f32" in ptx) == (not plain or case[0] > 0)
+        assert "fma.rn" not in ptx
+
+    @pytest.mark.parametrize("group, floats", [(32, False), (64, True)])
+    def test_a_stored_stage_is_released_after_what_was_read_from_it_is_stored(group, floats) -> None:
+        """bar.sync does not wait for loads under way: only a store that depends on them shows that they have ended."""
+        if floats:
+            _, compiled = compile_weight_only(2048, ElementKind.S4, group, torch.bfloat16, True, False)
+        else:
+            tile = linear_tune.packed(2048, 4096, 2)
+            forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, None, 1)
+            source = packed_launch.packed_source(
+                tile, Form(True, group, "copy", 4), torch.int8, torch.bfloat16, forms, kinds, "*i32"
+            )
+            compiled = compile_decoding(source, tile)
+        names = re.findall(r"(ld\.shared\.v4|st\.shared\.v4|mbarrier\.arrive\.shared)", compiled.asm["ptx"])
+        reads = [i for i, name in enumerate(names) if name == "ld.shared.v4"]
+        assert reads
+        for i in reads:
+            after = names[i + 1 :]
+            assert after.index("st.shared.v4") < after.index("mbarrier.arrive.shared")
 
     @pytest.mark.parametrize(
         "shape, tail", [((8192, 8192, 8192), 16), ((2048, 6144, 4096), 1), ((256, 4096, 14336), 2)]

@@ -142,6 +142,5 @@ def describe_weight_only(p: Problem, device: torch.device) -> str:
 
 
 def describe_weight_only_hopper(p: Problem, device: torch.device) -> str:
-    m, n, _ = p.shape
-    tile = tune.weight_only(m, n, p.weight.is_packed, p.element.dtype.itemsize, processors_of(device))
+    tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
     return f"{epilogue_formula(p)}; {tile.schedule}; weight_only where an address is not a multiple of 16"

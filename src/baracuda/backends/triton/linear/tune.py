@@ -160,17 +160,23 @@ class Packed:
     packed_stages: int
     #: Tokens that leave through shared memory at a time.
     piece: int
-    #: Warps that decode.
+    #: Warps of a team that decodes.
     decoders: int = 4
     #: Warpgroups that multiply.
     consumers: int = 2
     #: Programs that share a multiprocessor.
     programs: int = 1
-    #: The most tokens of one instruction.
-    instruction: int = 128
+    #: Teams that decode, step by step in turn.
+    teams: int = 1
+    #: Stages of activations; 0: as many as of weights.
+    tokens: int = 0
     #: Columns of tiles, or rows where they are few, that are walked together.
     group: int = 8
     across: bool = False
+
+    @property
+    def x_stages(self) -> int:
+        return self.tokens or self.stages
 
     @property
     def schedule(self) -> str:
@@ -181,10 +187,13 @@ class Packed:
         return -(-m // self.m) * -(-n // self.n)
 
     @property
+    def threads(self) -> int:
+        return 128 * (self.consumers + 1) + 32 * self.decoders * self.teams
+
+    @property
     def thread_registers(self) -> int:
         """Of a thread when the program starts."""
-        threads = 128 * (self.consumers + 1) + 32 * self.decoders
-        return 65536 // self.programs // threads // 8 * 8
+        return 65536 // self.programs // self.threads // 8 * 8
 
     @property
     def registers(self) -> list[int]:
@@ -192,11 +201,10 @@ class Packed:
 
         A thread that multiplies holds 64 * m / 128 sums.
         """
-        threads = 128 * (self.consumers + 1) + 32 * self.decoders
-        consumer = max(72, self.m // 2 + (64 if self.decoders == 4 else 40))
-        rest = self.thread_registers * threads - 128 * (24 + self.consumers * consumer)
-        decoder = min(rest // (32 * self.decoders) // 8 * 8, 152)
-        return [*[consumer] * (self.consumers - 1), decoder, 24]
+        consumer = max(72, self.m // 2 + (64 if self.decoders * self.teams == 4 else 40))
+        rest = self.thread_registers * self.threads - 128 * (24 + self.consumers * consumer)
+        decoder = min(rest // (32 * self.decoders * self.teams) // 8 * 8, 152)
+        return [*[consumer] * (self.consumers - 1), *[decoder] * self.teams, 24, 24]
 
 
 def packed(m: int, n: int, out_bytes: int) -> Packed:
@@ -209,7 +217,7 @@ def packed(m: int, n: int, out_bytes: int) -> Packed:
     return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16, decoders=8 if m >= 1024 else 4)
 
 
-def weight_only(m: int, n: int, packed: bool, bytes_each: int, processors: int) -> Packed:
+def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed:
     """The schedule of a weight-only linear."""
     if m <= 64:
         tokens = max(8, power_of_two(m))

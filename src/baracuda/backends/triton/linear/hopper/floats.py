@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...numerics.decode import bits_of_scale, decode_bytes, decode_nibbles, decode_nibbles_exactly, shift_of
 from ..kernels import tile_at
 from .few import wait_for_previous_kernel
-from .rings import spread, step_on
+from .rings import at_step, spread
 
 
 class FloatForm(NamedTuple):
@@ -42,16 +42,18 @@ def load_qparams(scale_ptr, zero_ptr, at, FORM: gl.constexpr):
 
 
 @gluon.jit
-def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+def decode_to_floats(rings, scale_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr):
     """Turn stored stages into stages of floats, a thread 16 bytes of a row at a time.
 
     Neighbouring lanes have different rows, so that their vectors lie in different banks.
     """
-    BN: gl.constexpr = rings.packed.shape[1]
-    BK: gl.constexpr = rings.packed.shape[2]
-    XK: gl.constexpr = rings.x.shape[2]
-    STAGES: gl.constexpr = rings.x.shape[0]
-    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    BN: gl.constexpr = rings.stored.stages.shape[1]
+    BK: gl.constexpr = rings.stored.stages.shape[2]
+    XK: gl.constexpr = rings.x.stages.shape[2]
+    STAGES: gl.constexpr = rings.w.stages.shape[0]
+    PACKED_STAGES: gl.constexpr = rings.stored.stages.shape[0]
+    TEAMS: gl.constexpr = TILE.teams
+    DTYPE: gl.constexpr = rings.x.stages.dtype
     # Weights of 16 bytes share a scale.
     EACH: gl.constexpr = 32 if FORM.packed else 16
     WARPS: gl.constexpr = gl.num_warps()
@@ -60,10 +62,7 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM:
     PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [ROWS, 32 // ROWS, 1], [WARPS, 1, 1], [0, 1, 2])
     AT: gl.constexpr = gl.SliceLayout(2, PARTS)
     PAIRS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, BK], gl.int32)
-    stage = 0
-    phase = 1
-    p_stage = 0
-    p_phase = 0
+    done = 0
     groups = 1
     if FORM.group > 0:
         groups = work.K // FORM.group
@@ -71,40 +70,42 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, TILE: gl.constexpr, FORM:
         wait_for_previous_kernel()
     for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
         _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        first = (WHICH + done) % TEAMS
         row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, AT)), work.N - 1)
         part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, AT)) * EACH, 0)
         base = gl.expand_dims(row, 1) * groups + part * 0
-        scale, shift = load_qparams(scale_ptr, zero_ptr, base, FORM)
         if FORM.group > 0:
-            scale, shift = load_qparams(scale_ptr, zero_ptr, base + gl.minimum(part // FORM.group, groups - 1), FORM)
-        for k in range(work.steps):
+            at = base + gl.minimum((first * XK + part) // FORM.group, groups - 1)
+            scale, shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
+        else:
+            scale, shift = load_qparams(scale_ptr, zero_ptr, base, FORM)
+        for k in range(first, work.steps, TEAMS):
+            p_stage, p_phase = at_step(done + k, PACKED_STAGES)
+            stage, phase = at_step(done + k, STAGES)
             next_scale = scale
             next_shift = shift
             if FORM.group > 0:  # before the step that needs them: they come from L2
-                at = base + gl.minimum(((k + 1) * XK + part) // FORM.group, groups - 1)
+                at = base + gl.minimum(((k + TEAMS) * XK + part) // FORM.group, groups - 1)
                 next_scale, next_shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
-            mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
-            packed = rings.packed.index(p_stage).load(BYTES)
+            mbarrier.wait(rings.stored.full.index(p_stage), p_phase)
+            packed = rings.stored.stages.index(p_stage).load(BYTES)
             wide = spread(scale, BK, BYTES, PARTS)
             if FORM.plain:
-                weight = decode_nibbles(packed, wide, rings.x.dtype, FORM.signed)
+                weight = decode_nibbles(packed, wide, DTYPE, FORM.signed)
             elif FORM.packed:
-                weight = decode_nibbles_exactly(
-                    packed, wide, spread(shift, BK, BYTES, PARTS), rings.x.dtype, FORM.signed
-                )
+                weight = decode_nibbles_exactly(packed, wide, spread(shift, BK, BYTES, PARTS), DTYPE, FORM.signed)
             else:
-                weight = decode_bytes(packed, wide, spread(shift, BK, BYTES, PARTS), rings.x.dtype)
-            mbarrier.wait(rings.empty.index(stage), phase)
+                weight = decode_bytes(packed, wide, spread(shift, BK, BYTES, PARTS), DTYPE)
+            mbarrier.wait(rings.w.empty.index(stage), phase ^ 1)
             if FORM.packed:
-                rings.w.index(stage)._reinterpret(gl.int32, [BN, BK], PAIRS).store(weight)
+                rings.w.stages.index(stage)._reinterpret(gl.int32, [BN, BK], PAIRS).store(weight)
             else:
-                rings.w.index(stage).store(weight)
+                rings.w.stages.index(stage).store(weight)
             fence_async_shared()
-            mbarrier.arrive(rings.full.index(stage), count=1)
+            mbarrier.arrive(rings.w.full.index(stage), count=1)
             # Not before: a barrier does not wait for loads under way, and the next copy overwrites what they read. What
             # was stored depends on them.
-            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
-            stage, phase = step_on(stage, phase, STAGES)
-            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
+            mbarrier.arrive(rings.stored.empty.index(p_stage), count=1)
             scale = next_scale
             shift = next_shift
+        done += work.steps

@@ -23,50 +23,55 @@ from ..kernels import tile_at
 from .epilogue import completed, read_scales, scaled
 from .few import let_next_kernel_start, wait_for_previous_kernel
 from .floats import decode_to_floats
-from .rings import PackedWork, Rings, spread, step_on
+from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on
 
 
 @gluon.jit
-def feed(x_desc, p_desc, rings, work, TILE: gl.constexpr, FORM: gl.constexpr):
-    """Keep both rings full, tile after tile."""
-    BM: gl.constexpr = x_desc.block_type.shape[0]
+def feed_weight(p_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    """Keep the ring of stored weights full, tile after tile."""
     BN: gl.constexpr = p_desc.block_type.shape[0]
     BK: gl.constexpr = p_desc.block_type.shape[1]
-    XK: gl.constexpr = x_desc.block_type.shape[1]
-    STAGES: gl.constexpr = rings.x.shape[0]
-    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    STAGES: gl.constexpr = ring.stages.shape[0]
     stage = 0
     phase = 1
-    p_stage = 0
-    p_phase = 1
     if FORM.early == "prefetch":
         wait_for_previous_kernel()
-    waiting = FORM.early == "copy"
     for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
         for k in range(work.steps):
-            mbarrier.wait(rings.packed_empty.index(p_stage), p_phase)
-            ready = rings.packed_full.index(p_stage)
-            mbarrier.expect(ready, p_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(p_desc, [n * BN, k * BK], ready, rings.packed.index(p_stage))
-            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
-            if waiting:
-                wait_for_previous_kernel()
-                waiting = False
-            mbarrier.wait(rings.empty.index(stage), phase)
-            ready = rings.full.index(stage)
-            mbarrier.expect(ready, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [m * BM, k * XK], ready, rings.x.index(stage))
+            mbarrier.wait(ring.empty.index(stage), phase)
+            mbarrier.expect(ring.full.index(stage), p_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(p_desc, [n * BN, k * BK], ring.full.index(stage), ring.stages.index(stage))
             stage, phase = step_on(stage, phase, STAGES)
 
 
 @gluon.jit
-def decode_to_s8(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+def feed_tokens(x_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
+    """Keep the ring of activations full, tile after tile."""
+    BM: gl.constexpr = x_desc.block_type.shape[0]
+    XK: gl.constexpr = x_desc.block_type.shape[1]
+    STAGES: gl.constexpr = ring.stages.shape[0]
+    stage = 0
+    phase = 1
+    if FORM.early != "no":
+        wait_for_previous_kernel()
+    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
+        m, _ = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        for k in range(work.steps):
+            mbarrier.wait(ring.empty.index(stage), phase)
+            mbarrier.expect(ring.full.index(stage), x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [m * BM, k * XK], ring.full.index(stage), ring.stages.index(stage))
+            stage, phase = step_on(stage, phase, STAGES)
+
+
+@gluon.jit
+def decode_to_s8(rings, factor_ptr, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr):
     """Turn packed stages into stages of s8, a thread 16 bytes of a row at a time."""
-    BN: gl.constexpr = rings.packed.shape[1]
-    BK: gl.constexpr = rings.packed.shape[2]
-    STAGES: gl.constexpr = rings.x.shape[0]
-    PACKED_STAGES: gl.constexpr = rings.packed.shape[0]
+    BN: gl.constexpr = rings.stored.stages.shape[1]
+    BK: gl.constexpr = rings.stored.stages.shape[2]
+    STAGES: gl.constexpr = rings.w.stages.shape[0]
+    PACKED_STAGES: gl.constexpr = rings.stored.stages.shape[0]
+    TEAMS: gl.constexpr = TILE.teams
     GROUP: gl.constexpr = FORM.group
     SPAN: gl.constexpr = 2 * BK
     # Weights whose factors lie in one element of `factor_ptr`.
@@ -75,45 +80,42 @@ def decode_to_s8(rings, factor_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [32 // (BK // 16), BK // 16], [WARPS, 1], [1, 0])
     PARTS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [32 // (BK // 16), BK // 16, 1], [WARPS, 1, 1], [2, 1, 0])
     FACTORS: gl.constexpr = gl.SliceLayout(2, PARTS)
-    stage = 0
-    phase = 1
-    p_stage = 0
-    p_phase = 0
+    done = 0
     if GROUP > 0 and FORM.early == "prefetch":
         wait_for_previous_kernel()
     for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
         _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+        first = (WHICH + done) % TEAMS
         if GROUP > 0:
             row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, FACTORS)), work.N - 1)
             part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, FACTORS)) * 32, 0)
             base = factor_ptr + gl.expand_dims(row, 1) * (work.K // COVERS) + part * 0
             last = work.K // COVERS - 1
-            word = gl.load(base + gl.minimum(part // COVERS, last)).to(gl.int32)
-            upcoming = word
-        for k in range(work.steps):
+            word = gl.load(base + gl.minimum((first * SPAN + part) // COVERS, last)).to(gl.int32)
+        for k in range(first, work.steps, TEAMS):
+            p_stage, p_phase = at_step(done + k, PACKED_STAGES)
+            stage, phase = at_step(done + k, STAGES)
             if GROUP > 0:
                 # Loaded before the step that needs them: they come from L2.
-                if (k + 1) * SPAN % COVERS < SPAN:
-                    upcoming = gl.load(base + gl.minimum(((k + 1) * SPAN + part) // COVERS, last)).to(gl.int32)
+                upcoming = gl.load(base + gl.minimum(((k + TEAMS) * SPAN + part) // COVERS, last)).to(gl.int32)
                 factor = factor_in(word, (k * SPAN + part) // GROUP) if COVERS > GROUP else factor_in(word, 0)
                 word = upcoming
-            mbarrier.wait(rings.packed_full.index(p_stage), p_phase)
-            packed = rings.packed.index(p_stage).load(BYTES)
+            mbarrier.wait(rings.stored.full.index(p_stage), p_phase)
+            packed = rings.stored.stages.index(p_stage).load(BYTES)
             if GROUP > 0:
                 offset = spread(factor_offset(factor), BK, BYTES, PARTS)
                 even, odd = decode_grouped(packed, spread(factor, BK, BYTES, PARTS), offset)
             else:
                 even, odd = decode(packed)
             weight = gl.reshape(gl.join(even, odd), (BN, 2 * BK))
-            mbarrier.wait(rings.empty.index(stage), phase)
-            rings.w.index(stage).store(weight)
+            mbarrier.wait(rings.w.empty.index(stage), phase ^ 1)
+            rings.w.stages.index(stage).store(weight)
             fence_async_shared()
-            mbarrier.arrive(rings.full.index(stage), count=1)
+            mbarrier.arrive(rings.w.full.index(stage), count=1)
             # Not before: a barrier does not wait for loads under way, and the next copy overwrites what they read. What
             # was stored depends on them.
-            mbarrier.arrive(rings.packed_empty.index(p_stage), count=1)
-            stage, phase = step_on(stage, phase, STAGES)
-            p_stage, p_phase = step_on(p_stage, p_phase, PACKED_STAGES)
+            mbarrier.arrive(rings.stored.empty.index(p_stage), count=1)
+        done += work.steps
 
 
 @gluon.jit
@@ -155,37 +157,38 @@ def consume(
     KINDS: gl.constexpr,
 ):  # fmt: skip
     """Multiply, scale and store this warpgroup's share of each tile's rows of the weight."""
-    STAGES: gl.constexpr = rings.x.shape[0]
-    BM: gl.constexpr = rings.x.shape[1]
-    BN: gl.constexpr = rings.w.shape[1]
+    STAGES: gl.constexpr = rings.w.stages.shape[0]
+    X_STAGES: gl.constexpr = rings.x.stages.shape[0]
+    BM: gl.constexpr = rings.x.stages.shape[1]
+    BN: gl.constexpr = rings.w.stages.shape[1]
     SHARE: gl.constexpr = BN // TILE.consumers
     PIECE: gl.constexpr = c_desc.block_type.shape[0]
-    INTEGERS: gl.constexpr = rings.x.dtype == gl.int8
+    INTEGERS: gl.constexpr = rings.x.stages.dtype == gl.int8
     SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[gl.num_warps(), 1],
-        instr_shape=[16, min(BM, TILE.instruction), 32 if INTEGERS else 16],
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BM, 128), 32 if INTEGERS else 16]
     )
-    stage = 0
-    phase = 0
+    done = 0
     if FORM.early != "no":
         wait_for_previous_kernel()
     for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
         m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
         acc = warpgroup_mma_init(gl.zeros((SHARE, BM), SUM, LAYOUT))
-        previous = 0
         for k in range(work.steps):
-            mbarrier.wait(rings.full.index(stage), phase)
-            w = rings.w.index(stage).slice(WHICH * SHARE, SHARE)
-            acc = warpgroup_mma(w, rings.x.index(stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
-            # One product stays in flight: the stage before it is free.
+            stage, phase = at_step(done + k, STAGES)
+            x_stage, x_phase = at_step(done + k, X_STAGES)
+            mbarrier.wait(rings.x.full.index(x_stage), x_phase)
+            mbarrier.wait(rings.w.full.index(stage), phase)
+            w = rings.w.stages.index(stage).slice(WHICH * SHARE, SHARE)
+            acc = warpgroup_mma(w, rings.x.stages.index(x_stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+            # One product stays in flight: the stages before it are free.
             acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-            mbarrier.arrive(rings.empty.index(previous), count=1, pred=k > 0)
-            previous = stage + 0
-            stage, phase = step_on(stage, phase, STAGES)
+            mbarrier.arrive(rings.w.empty.index((done + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+            mbarrier.arrive(rings.x.empty.index((done + k + X_STAGES - 1) % X_STAGES), count=1, pred=k > 0)
         total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(rings.empty.index((stage + STAGES - 1) % STAGES), count=1)
+        done += work.steps
+        mbarrier.arrive(rings.w.empty.index((done + STAGES - 1) % STAGES), count=1)
+        mbarrier.arrive(rings.x.empty.index((done + X_STAGES - 1) % X_STAGES), count=1)
         pieces = pieces_of(total, PIECE)
         column = n * BN + WHICH * SHARE
         for i in gl.static_range(BM // PIECE):
@@ -194,11 +197,14 @@ def consume(
 
 
 @gluon.jit
-def decode_tiles(rings, factor_ptr, zero_ptr, work, TILE: gl.constexpr, FORM: gl.constexpr):
+def decode_tiles(
+    rings, factor_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    """A team of warps decodes every TILE.teams-th step, from WHICH on."""
     if FORM.floats:
-        decode_to_floats(rings, factor_ptr, zero_ptr, work, TILE, FORM)
+        decode_to_floats(rings, factor_ptr, zero_ptr, work, WHICH, TILE, FORM)
     else:
-        decode_to_s8(rings, factor_ptr, work, TILE, FORM)
+        decode_to_s8(rings, factor_ptr, work, WHICH, TILE, FORM)
 
 
 @gluon.jit
@@ -215,52 +221,70 @@ def gemm_packed(
     BN: gl.constexpr = p_desc.block_type.shape[0]
     BK: gl.constexpr = p_desc.block_type.shape[1]
     PIECE: gl.constexpr = c_desc.block_type.shape[0]
-    STAGES: gl.constexpr = TILE.stages
-    PACKED_STAGES: gl.constexpr = TILE.packed_stages
     CONSUMERS: gl.constexpr = TILE.consumers
+    TEAMS: gl.constexpr = TILE.teams
     BUFFERS: gl.constexpr = 1 if PIECE == BM else 2
     if FORM.early != "no":
         let_next_kernel_start()
     W: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, XK], x_desc.dtype)
-    packed = gl.allocate_shared_memory(gl.int8, [PACKED_STAGES, BN, BK], p_desc.layout)
-    w = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BN, XK], W)
-    x = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, XK], x_desc.layout)
+    stored = ring_of(gl.allocate_shared_memory(gl.int8, [TILE.packed_stages, BN, BK], p_desc.layout), 1)
+    w = ring_of(gl.allocate_shared_memory(x_desc.dtype, [TILE.stages, BN, XK], W), CONSUMERS)
+    x = ring_of(gl.allocate_shared_memory(x_desc.dtype, [TILE.x_stages, BM, XK], x_desc.layout), CONSUMERS)
     c_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // CONSUMERS], c_desc.layout)
-    packed_full = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
-    packed_empty = gl.allocate_shared_memory(gl.int64, [PACKED_STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PACKED_STAGES):
-        mbarrier.init(packed_full.index(i), count=1)
-        mbarrier.init(packed_empty.index(i), count=1)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)  # the activations and the decoded weight
-        mbarrier.init(empty.index(i), count=CONSUMERS)
+    d_bufs = c_bufs
+    if CONSUMERS == 2:
+        d_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // CONSUMERS], c_desc.layout)
     fence_async_shared()
     work = PackedWork(
         M=shape.m, N=shape.n, K=shape.k, tiles_m=gl.cdiv(shape.m, BM), tiles_n=gl.cdiv(shape.n, BN),
         steps=gl.cdiv(shape.k, XK),
     )  # fmt: skip
-    rings = Rings(packed=packed, packed_full=packed_full, packed_empty=packed_empty, w=w, x=x, full=full, empty=empty)
-    if CONSUMERS == 2:
-        d_bufs = gl.allocate_shared_memory(c_desc.dtype, [BUFFERS, PIECE, BN // CONSUMERS], c_desc.layout)
+    rings = Rings(stored=stored, w=w, x=x)
+    if CONSUMERS == 2 and TEAMS == 2:
         gl.warp_specialize(
             [
                 (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
                 (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
-                (decode_tiles, (rings, factor_ptr, zero_ptr, work, TILE, FORM)),
-                (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 1, TILE, FORM)),
+                (feed_weight, (p_desc, stored, work, TILE, FORM)),
+                (feed_tokens, (x_desc, x, work, TILE, FORM)),
             ],
-            [4, TILE.decoders, 1],
+            [4, TILE.decoders, TILE.decoders, 1, 1],
+            TILE.registers,
+        )
+    elif CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
+                (feed_weight, (p_desc, stored, work, TILE, FORM)),
+                (feed_tokens, (x_desc, x, work, TILE, FORM)),
+            ],
+            [4, TILE.decoders, 1, 1],
+            TILE.registers,
+        )
+    elif TEAMS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 1, TILE, FORM)),
+                (feed_weight, (p_desc, stored, work, TILE, FORM)),
+                (feed_tokens, (x_desc, x, work, TILE, FORM)),
+            ],
+            [TILE.decoders, TILE.decoders, 1, 1],
             TILE.registers,
         )
     else:
         gl.warp_specialize(
             [
                 (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
-                (decode_tiles, (rings, factor_ptr, zero_ptr, work, TILE, FORM)),
-                (feed, (x_desc, p_desc, rings, work, TILE, FORM)),
+                (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
+                (feed_weight, (p_desc, stored, work, TILE, FORM)),
+                (feed_tokens, (x_desc, x, work, TILE, FORM)),
             ],
-            [TILE.decoders, 1],
+            [TILE.decoders, 1, 1],
             TILE.registers,
         )

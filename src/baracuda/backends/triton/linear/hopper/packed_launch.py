@@ -101,7 +101,7 @@ def many_packed(p: Problem, device: torch.device, f: GemmSources, otherwise: Lau
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
     m, n, _ = p.shape
-    tile = tune.weight_only(m, n, p.weight.is_packed, p.element.dtype.itemsize, processors_of(device))
+    tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
     programs = min(processors_of(device) * tile.programs, tile.tiles(m, n))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:

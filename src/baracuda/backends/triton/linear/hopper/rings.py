@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class PackedWork(NamedTuple):
@@ -19,16 +20,32 @@ class PackedWork(NamedTuple):
     steps: Any
 
 
-class Rings(NamedTuple):
-    """Buffers and barriers: of stored weights, and of what is multiplied."""
+class Ring(NamedTuple):
+    """Stages of shared memory, and the barriers that say which are full and which are empty."""
 
-    packed: Any
-    packed_full: Any
-    packed_empty: Any
-    w: Any
-    x: Any
+    stages: Any
     full: Any
     empty: Any
+
+
+class Rings(NamedTuple):
+    """Of stored weights, of decoded ones, and of activations."""
+
+    stored: Any
+    w: Any
+    x: Any
+
+
+@gluon.jit
+def ring_of(stages, READERS: gl.constexpr):
+    """A ring whose stages are filled by one arrival each and emptied by READERS."""
+    STAGES: gl.constexpr = stages.shape[0]
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=READERS)
+    return Ring(stages=stages, full=full, empty=empty)
 
 
 @gluon.jit
@@ -39,6 +56,12 @@ def step_on(stage, phase, STAGES: gl.constexpr):
         stage = 0
         phase ^= 1
     return stage, phase
+
+
+@gluon.jit
+def at_step(i, STAGES: gl.constexpr):
+    """The stage of the i-th step, and the phase in which it is full."""
+    return i % STAGES, i // STAGES & 1
 
 
 @gluon.jit
