@@ -104,6 +104,7 @@ KERNELS: tuple[Kernel, ...] = (
         ops=linear.WEIGHT_ONLY,
         declines=linear.weight_only_hopper_declines,
         bind=_later("linear.hopper.launch", "hopper_weight_only"),
+        workspace=_later("linear.hopper.launch", "weight_only_workspace"),
         arch=arch,
         epilogue=linear.describe_weight_only_hopper,
         guarantee=linear.weight_only_guarantee,

@@ -227,6 +227,22 @@ def sum_tail(partial_ptr, out_ptr, terms, M, N, whole, EPILOGUE: tl.constexpr, T
 
 
 @triton.jit
+def sum_parts(
+    partial_ptr, out_ptr, terms, M, N, EPILOGUE: tl.constexpr, PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The output from partial[PARTS, M, N], the sums of parts of K, added up in their order."""
+    across = tl.cdiv(N, BN)
+    rows = tl.program_id(0) // across * BM + tl.arange(0, BM)
+    columns = tl.program_id(0) % across * BN + tl.arange(0, BN)
+    mask = (rows < M)[:, None] & (columns < N)[None, :]
+    acc = tl.zeros((BM, BN), partial_ptr.dtype.element_ty)
+    for part in tl.static_range(PARTS):
+        place = (part * M + rows).to(tl.int64)[:, None] * N + columns[None, :]
+        acc += tl.load(partial_ptr + place, mask=mask, other=0)
+    finish(acc, rows, columns, M, N, out_ptr, terms, EPILOGUE)
+
+
+@triton.jit
 def sum_rows(w_ptr, sum_ptr, N, K, BK: tl.constexpr):
     """The sum of each row of the weight: what a zero point is multiplied by."""
     row = tl.program_id(0)

@@ -130,7 +130,7 @@ def describe_hopper(p: Problem, device: torch.device) -> str:
     if few is not None:
         schedule = few.schedule
     elif p.weight.is_packed:
-        schedule = tune.packed(m, n, p.element.dtype.itemsize).schedule
+        schedule = tune.packed(m, n, k, p.element.dtype.itemsize, processors_of(device)).schedule
     else:
         cut = p.mode is DynamicRangeMode.SYMMETRIC
         schedule = tune.pingpong(m, n, k, p.element.dtype.itemsize, processors_of(device), cut).schedule

@@ -170,6 +170,10 @@ class Packed:
     teams: int = 1
     #: Stages of activations; 0: as many as of weights.
     tokens: int = 0
+    #: K is cut into this many parts, whose sums are added in their order: by a second kernel, if the parts lie `apart`
+    #: in programs of their own, else by the program that has them all.
+    split: int = 1
+    apart: bool = False
     #: Columns of tiles, or rows where they are few, that are walked together.
     group: int = 8
     across: bool = False
@@ -185,6 +189,9 @@ class Packed:
 
     def tiles(self, m: int, n: int) -> int:
         return -(-m // self.m) * -(-n // self.n)
+
+    def grid(self, m: int, n: int, processors: int) -> int:
+        return min(processors * self.programs, self.tiles(m, n) * (self.split if self.apart else 1))
 
     @property
     def threads(self) -> int:
@@ -207,24 +214,39 @@ class Packed:
         return [*[consumer] * (self.consumers - 1), *[decoder] * self.teams, 24, 24]
 
 
-def packed(m: int, n: int, out_bytes: int) -> Packed:
+#: Parts of K are multiples of this many elements, the longest step of all tiles.
+PART_OF_K = 256
+
+
+def splits(n: int, k: int, rows: int, processors: int, most: int = 4) -> int:
+    """Parts of K for programs of so many rows of the weight: until there are two programs for each multiprocessor."""
+    split = 1
+    while split < most and 2 * split * -(-n // rows) <= 2 * processors and k >= 2048 * split:
+        split *= 2
+    return split
+
+
+def packed(m: int, n: int, k: int, out_bytes: int, processors: int) -> Packed:
     """The schedule of a packed weight and many tokens."""
     if m <= 64:
         return Packed(64, 128, 64, 6, 4, 32)
     if m <= 128:
         return Packed(128, 128, 64, 5, 3, 32)
     # Of an output of 32 bits, half as many tokens fit into the memory on its way out.
-    return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16, decoders=8 if m >= 1024 else 4)
+    return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16)
 
 
 def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed:
-    """The schedule of a weight-only linear."""
+    """The schedule of a weight-only linear: the parts of K depend on the weight alone."""
+    split = splits(n, k, 64, processors)
     if m <= 64:
         tokens = max(8, power_of_two(m))
-        return Packed(tokens, 64, 128 if packed else 64, 2, 3, tokens, 8, 1, 2)
+        step = 128 if packed else 64
+        few = Packed(tokens, 64, step, 2, 3, min(tokens, 32), 8, 1, 2 if m <= 32 else 1)
+        return replace(few, split=split, apart=split > 1)
     if m <= 128:
-        return Packed(128, 128, 32, 4, 4, 32)
-    return Packed(256, 128, 32, 4, 4, 32)
+        return Packed(128, 128, 32, 4, 4, 32, split=split)
+    return Packed(256, 128, 32, 4, 4, 32, split=split)
 
 
 @dataclass(frozen=True, slots=True)

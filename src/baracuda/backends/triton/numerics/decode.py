@@ -86,16 +86,12 @@ def name_of(dtype: gl.dtype) -> str:
 def nibbles_asm(kind: str, signed: bool) -> str:
     """$0 to $3 = the pairs of the bytes of $4 times the two halves of $5: products of integers of 5 bits and 16-bit
     floats, which one rounding to 16 bits makes what f32 and a second rounding make."""
-    one, eight = (0x43004300, 0x00080008) if kind == "bf16" else (0x64006400, 0x00080008)
-    flip, less = (0x08080808, one + eight) if signed else (0, one)
-    text = [
-        "{ .reg .b32 e, o, r, c;",
-        f"mov.b32 c, {less:#x};",
-        f"lop3.b32 e, $4, {flip:#x}, 0x0F0F0F0F, 0x28; shr.u32 o, $4, 4; lop3.b32 o, o, {flip:#x}, 0x0F0F0F0F, 0x28;",
-    ]
+    one = 0x43004300 if kind == "bf16" else 0x64006400
+    less = one + 0x00080008 if signed else one
+    text = ["{ .reg .b32 o, r, c;", f"mov.b32 c, {less:#x}; shr.u32 o, $4, 4;"]
     for j in range(4):
-        pick = 0x4400 + 0x1111 * j
-        text.append(f"prmt.b32 r, e, o, {pick:#x}; lop3.b32 r, r, 0x000F000F, {one:#x}, 0xEA;")
+        # The sign bit of two's complement is flipped on the way: the value plus 8.
+        text.append(f"prmt.b32 r, $4, o, {0x4400 + 0x1111 * j:#x}; lop3.b32 r, r, 0x000F000F, {less:#x}, 0x6A;")
         text.append(f"sub.rn.{kind}x2 r, r, c; mul.rn.{kind}x2 ${j}, r, $5;")
     return " ".join([*text, "}"])
 

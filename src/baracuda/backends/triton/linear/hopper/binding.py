@@ -27,9 +27,9 @@ _ELEMENTS = {
     torch.int16: (gl.int16, "i16"),
 }
 
-#: The arguments of the GEMMs in the order of `GemmSources`, and one more: the workspace for the sums of K's parts, or
-#: the zero points of groups.
-X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, RESIDUAL, OUTPUT, FACTOR, PARTS = range(11)
+#: The arguments of the GEMMs in the order of `GemmSources`, then the workspace for the sums of K's parts, and the zero
+#: points of groups.
+X, SCALE, ZERO_POINT, WEIGHT, WEIGHT_SCALE, BIAS, WEIGHT_SUM, RESIDUAL, OUTPUT, FACTOR, PARTS, ZEROS = range(12)
 #: Those that TMA reads and writes, or threads do in vectors.
 VECTORS = (X, WEIGHT, RESIDUAL, OUTPUT)
 

@@ -9,9 +9,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ...numerics.decode import bits_of_scale, decode_bytes, decode_nibbles, decode_nibbles_exactly, shift_of
-from ..kernels import tile_at
 from .few import wait_for_previous_kernel
-from .rings import at_step, spread
+from .rings import at_step, spread, unit_at
 
 
 class FloatForm(NamedTuple):
@@ -68,9 +67,9 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE
         groups = work.K // FORM.group
     if FORM.early != "no":
         wait_for_previous_kernel()
-    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        first = (WHICH + done) % TEAMS
+    for unit in range(gl.program_id(0), work.units, gl.num_programs(0)):
+        _, n, _, begin, count = unit_at(unit, work, TILE)
+        first = begin + (WHICH + done) % TEAMS
         row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, AT)), work.N - 1)
         part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, AT)) * EACH, 0)
         base = gl.expand_dims(row, 1) * groups + part * 0
@@ -79,9 +78,9 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE
             scale, shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
         else:
             scale, shift = load_qparams(scale_ptr, zero_ptr, base, FORM)
-        for k in range(first, work.steps, TEAMS):
-            p_stage, p_phase = at_step(done + k, PACKED_STAGES)
-            stage, phase = at_step(done + k, STAGES)
+        for k in range(first, begin + count, TEAMS):
+            p_stage, p_phase = at_step(done + k - begin, PACKED_STAGES)
+            stage, phase = at_step(done + k - begin, STAGES)
             next_scale = scale
             next_shift = shift
             if FORM.group > 0:  # before the step that needs them: they come from L2
@@ -108,4 +107,4 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE
             mbarrier.arrive(rings.stored.empty.index(p_stage), count=1)
             scale = next_scale
             shift = next_shift
-        done += work.steps
+        done += count

@@ -44,7 +44,7 @@ from .binding import (
 from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
 from .gemm import gemm
-from .packed_launch import many_packed, weight_only
+from .packed_launch import many_packed, reserve_parts, weight_only, weight_only_layout
 
 
 def gemm_source(tile: tune.Pingpong, out: torch.dtype, forms: HopperTerms, kinds: TermKinds) -> GluonASTSource:
@@ -69,7 +69,11 @@ def layout_of(p: Problem, device: torch.device) -> WorkspaceLayout:
     processors = processors_of(device)
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         layout.reserve("sums", torch.int32, n)
-    elif few_tile(p, device) is None and not p.weight.is_packed:
+    elif few_tile(p, device) is not None:
+        pass
+    elif p.weight.is_packed:
+        reserve_parts(layout, p, tune.packed(m, n, k, p.element.dtype.itemsize, processors), device)
+    else:
         tile = tune.pingpong(m, n, k, p.element.dtype.itemsize, processors, cut=True)
         if tile.tail > 1:
             rest = tile.tiles(m, n) - tile.whole(m, n, processors)
@@ -89,6 +93,10 @@ def hopper(p: Problem, device: torch.device) -> Launch:
     return quantized_first(p, device, layout, gemm)
 
 
+def weight_only_workspace(p: Problem, device: torch.device) -> int:
+    return weight_only_layout(p, device).nbytes
+
+
 def hopper_weight_only(p: Problem, device: torch.device) -> Launch:
     """A weight-only linear on sm_90; operands that TMA cannot address go to the portable kernel."""
     return weight_only(p, device, portable(p, device))
@@ -104,7 +112,7 @@ def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLay
         if (few := few_tile(p, device)) is not None:
             symmetric = few_tokens(p, device, plain, portable, few, early)
         elif p.weight.is_packed:
-            symmetric = many_packed(p, device, plain, portable, early)
+            symmetric = many_packed(p, device, plain, layout, portable, early)
         else:
             symmetric = _many_tokens(p, device, plain, layout, portable, cut=True)
         return by_zero_point(f.zero_point, symmetric, portable)

@@ -19,11 +19,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...numerics.decode import decode, decode_grouped, factor_in, factor_offset, without_16
-from ..kernels import tile_at
+from ..tune import PART_OF_K
 from .epilogue import completed, read_scales, scaled
 from .few import let_next_kernel_start, wait_for_previous_kernel
 from .floats import decode_to_floats
-from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on
+from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on, unit_at
+
+#: Parts of K are multiples of it.
+PART = gl.constexpr(PART_OF_K)
 
 
 @gluon.jit
@@ -36,9 +39,9 @@ def feed_weight(p_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
     phase = 1
     if FORM.early == "prefetch":
         wait_for_previous_kernel()
-    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        for k in range(work.steps):
+    for unit in range(gl.program_id(0), work.units, gl.num_programs(0)):
+        _, n, _, begin, count = unit_at(unit, work, TILE)
+        for k in range(begin, begin + count):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(ring.full.index(stage), p_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(p_desc, [n * BN, k * BK], ring.full.index(stage), ring.stages.index(stage))
@@ -55,9 +58,9 @@ def feed_tokens(x_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
     phase = 1
     if FORM.early != "no":
         wait_for_previous_kernel()
-    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        m, _ = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        for k in range(work.steps):
+    for unit in range(gl.program_id(0), work.units, gl.num_programs(0)):
+        m, _, _, begin, count = unit_at(unit, work, TILE)
+        for k in range(begin, begin + count):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(ring.full.index(stage), x_desc.block_type.nbytes)
             tma.async_copy_global_to_shared(x_desc, [m * BM, k * XK], ring.full.index(stage), ring.stages.index(stage))
@@ -83,18 +86,18 @@ def decode_to_s8(rings, factor_ptr, work, WHICH: gl.constexpr, TILE: gl.constexp
     done = 0
     if GROUP > 0 and FORM.early == "prefetch":
         wait_for_previous_kernel()
-    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        _, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        first = (WHICH + done) % TEAMS
+    for unit in range(gl.program_id(0), work.units, gl.num_programs(0)):
+        _, n, _, begin, count = unit_at(unit, work, TILE)
+        first = begin + (WHICH + done) % TEAMS
         if GROUP > 0:
             row = gl.minimum(n * BN + gl.arange(0, BN, gl.SliceLayout(1, FACTORS)), work.N - 1)
             part = gl.expand_dims(gl.arange(0, BK // 16, gl.SliceLayout(0, FACTORS)) * 32, 0)
             base = factor_ptr + gl.expand_dims(row, 1) * (work.K // COVERS) + part * 0
             last = work.K // COVERS - 1
             word = gl.load(base + gl.minimum((first * SPAN + part) // COVERS, last)).to(gl.int32)
-        for k in range(first, work.steps, TEAMS):
-            p_stage, p_phase = at_step(done + k, PACKED_STAGES)
-            stage, phase = at_step(done + k, STAGES)
+        for k in range(first, begin + count, TEAMS):
+            p_stage, p_phase = at_step(done + k - begin, PACKED_STAGES)
+            stage, phase = at_step(done + k - begin, STAGES)
             if GROUP > 0:
                 # Loaded before the step that needs them: they come from L2.
                 upcoming = gl.load(base + gl.minimum(((k + TEAMS) * SPAN + part) // COVERS, last)).to(gl.int32)
@@ -115,7 +118,7 @@ def decode_to_s8(rings, factor_ptr, work, WHICH: gl.constexpr, TILE: gl.constexp
             # Not before: a barrier does not wait for loads under way, and the next copy overwrites what they read. What
             # was stored depends on them.
             mbarrier.arrive(rings.stored.empty.index(p_stage), count=1)
-        done += work.steps
+        done += count
 
 
 @gluon.jit
@@ -131,9 +134,45 @@ def pieces_of(y, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, TIMES_16: gl.constexpr, KINDS: gl.constexpr):
+def place_in(acc, i):
+    """Where a program keeps the sums of the i-th piece of a consumer's tile."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
+    token = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
+    return (i * acc.shape[0] + row) * acc.shape[1] + token
+
+
+@gluon.jit
+def keep(total, part, kept_ptr, PIECE: gl.constexpr):
+    """Add the sums of a part of K to those of the parts before it."""
+    pieces = pieces_of(total, PIECE)
+    for i in gl.static_range(total.shape[1] // PIECE):
+        place = place_in(pieces[i], i)
+        before = gl.load(kept_ptr + place, mask=(place >= 0) & (part > 0), other=0)
+        gl.store(kept_ptr + place, before + pieces[i])
+
+
+@gluon.jit
+def store_part(acc, part, row, column, work, partial_ptr, TIMES_16: gl.constexpr):
+    """Store the sums of a part of K as they are, for the kernel that adds them up."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    if TIMES_16:
+        acc = without_16(acc)
+    place = gl.expand_dims((part * work.M + rows).to(gl.int64) * work.N, 0) + gl.expand_dims(columns, 1)
+    gl.store(partial_ptr + place, acc, gl.expand_dims(rows < work.M, 0) & gl.expand_dims(columns < work.N, 1))
+
+
+@gluon.jit
+def store_piece(
+    acc, i, row, column, work, kept_ptr, terms, c_desc, c_bufs, KEPT: gl.constexpr, TIMES_16: gl.constexpr,
+    KINDS: gl.constexpr,
+):  # fmt: skip
     """Scale the i-th piece of a tile and store it through shared memory, once the copy that last left that buffer is
-    done."""
+    done. With KEPT, sums of earlier parts of K are added first."""
+    if KEPT:
+        acc = gl.load(kept_ptr + place_in(acc, i)) + acc
     BUFFERS: gl.constexpr = c_bufs.shape[0]
     LAYOUT: gl.constexpr = acc.type.layout
     row += i * acc.shape[1]
@@ -152,47 +191,73 @@ def store_piece(acc, i, row, column, work, terms, c_desc, c_bufs, TIMES_16: gl.c
 
 
 @gluon.jit
-def consume(
-    rings, c_desc, c_bufs, terms, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr,
-    KINDS: gl.constexpr,
-):  # fmt: skip
-    """Multiply, scale and store this warpgroup's share of each tile's rows of the weight."""
+def products(rings, done, count, WHICH: gl.constexpr, TILE: gl.constexpr):
+    """The sums of `count` steps, in the order of K, for this warpgroup's share of a tile's rows."""
     STAGES: gl.constexpr = rings.w.stages.shape[0]
     X_STAGES: gl.constexpr = rings.x.stages.shape[0]
     BM: gl.constexpr = rings.x.stages.shape[1]
-    BN: gl.constexpr = rings.w.stages.shape[1]
-    SHARE: gl.constexpr = BN // TILE.consumers
-    PIECE: gl.constexpr = c_desc.block_type.shape[0]
+    SHARE: gl.constexpr = rings.w.stages.shape[1] // TILE.consumers
     INTEGERS: gl.constexpr = rings.x.stages.dtype == gl.int8
     SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BM, 128), 32 if INTEGERS else 16]
     )
+    acc = warpgroup_mma_init(gl.zeros((SHARE, BM), SUM, LAYOUT))
+    for k in range(count):
+        stage, phase = at_step(done + k, STAGES)
+        x_stage, x_phase = at_step(done + k, X_STAGES)
+        mbarrier.wait(rings.x.full.index(x_stage), x_phase)
+        mbarrier.wait(rings.w.full.index(stage), phase)
+        w = rings.w.stages.index(stage).slice(WHICH * SHARE, SHARE)
+        acc = warpgroup_mma(w, rings.x.stages.index(x_stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+        # One product stays in flight: the stages before it are free.
+        acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
+        mbarrier.arrive(rings.w.empty.index((done + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(rings.x.empty.index((done + k + X_STAGES - 1) % X_STAGES), count=1, pred=k > 0)
+    total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(rings.w.empty.index((done + count + STAGES - 1) % STAGES), count=1)
+    mbarrier.arrive(rings.x.empty.index((done + count + X_STAGES - 1) % X_STAGES), count=1)
+    return total
+
+
+@gluon.jit
+def consume(
+    rings, c_desc, c_bufs, partial_ptr, terms, work, WHICH: gl.constexpr, TILE: gl.constexpr, FORM: gl.constexpr,
+    KINDS: gl.constexpr,
+):  # fmt: skip
+    """Multiply, scale and store this warpgroup's share of each tile's rows of the weight.
+
+    The sums of parts of K that lie apart are stored as they are; those of one program are added up in turn.
+    """
+    BM: gl.constexpr = rings.x.stages.shape[1]
+    BN: gl.constexpr = rings.w.stages.shape[1]
+    SHARE: gl.constexpr = BN // TILE.consumers
+    PIECE: gl.constexpr = c_desc.block_type.shape[0]
+    TIMES_16: gl.constexpr = rings.x.stages.dtype == gl.int8 and FORM.group == 0
+    IN_TURN: gl.constexpr = TILE.split > 1 and not TILE.apart
+    kept_ptr = partial_ptr + (gl.program_id(0) * TILE.consumers + WHICH) * (SHARE * BM)
     done = 0
     if FORM.early != "no":
         wait_for_previous_kernel()
-    for tile in range(gl.program_id(0), work.tiles_m * work.tiles_n, gl.num_programs(0)):
-        m, n = tile_at(tile, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
-        acc = warpgroup_mma_init(gl.zeros((SHARE, BM), SUM, LAYOUT))
-        for k in range(work.steps):
-            stage, phase = at_step(done + k, STAGES)
-            x_stage, x_phase = at_step(done + k, X_STAGES)
-            mbarrier.wait(rings.x.full.index(x_stage), x_phase)
-            mbarrier.wait(rings.w.full.index(stage), phase)
-            w = rings.w.stages.index(stage).slice(WHICH * SHARE, SHARE)
-            acc = warpgroup_mma(w, rings.x.stages.index(x_stage).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
-            # One product stays in flight: the stages before it are free.
-            acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
-            mbarrier.arrive(rings.w.empty.index((done + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
-            mbarrier.arrive(rings.x.empty.index((done + k + X_STAGES - 1) % X_STAGES), count=1, pred=k > 0)
-        total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        done += work.steps
-        mbarrier.arrive(rings.w.empty.index((done + STAGES - 1) % STAGES), count=1)
-        mbarrier.arrive(rings.x.empty.index((done + X_STAGES - 1) % X_STAGES), count=1)
-        pieces = pieces_of(total, PIECE)
+    for unit in range(gl.program_id(0), work.units, gl.num_programs(0)):
+        m, n, part, _, count = unit_at(unit, work, TILE)
         column = n * BN + WHICH * SHARE
-        for i in gl.static_range(BM // PIECE):
-            store_piece(pieces[i], i, m * BM, column, work, terms, c_desc, c_bufs, INTEGERS and FORM.group == 0, KINDS)
+        if IN_TURN:
+            for earlier in range(TILE.split - 1):
+                total = products(rings, done, work.part_steps, WHICH, TILE)
+                keep(total, earlier, kept_ptr, PIECE)
+                done += work.part_steps
+                count -= work.part_steps
+        total = products(rings, done, count, WHICH, TILE)
+        done += count
+        if TILE.apart:
+            store_part(total, part, m * BM, column, work, partial_ptr, TIMES_16)
+        else:
+            pieces = pieces_of(total, PIECE)
+            for i in gl.static_range(BM // PIECE):
+                store_piece(
+                    pieces[i], i, m * BM, column, work, kept_ptr, terms, c_desc, c_bufs, IN_TURN, TIMES_16, KINDS
+                )
     tma.store_wait(pendings=0)
 
 
@@ -209,12 +274,13 @@ def decode_tiles(
 
 @gluon.jit
 def gemm_packed(
-    x_desc, p_desc, c_desc, factor_ptr, zero_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
-    KINDS: gl.constexpr,
+    x_desc, p_desc, c_desc, factor_ptr, zero_ptr, partial_ptr, terms, shape, TILE: gl.constexpr,
+    FORM: gl.constexpr, KINDS: gl.constexpr,
 ):  # fmt: skip
     """out[M, N] = epilogue(x[M, K] @ decoded[N, K].T), the sizes any: TMA fills with zeros and clips.
 
     `factor_ptr` has the integer factors of groups, or with float activations their scales; `zero_ptr` the zero points.
+    `partial_ptr` has room for the sums of parts of K.
     """
     BM: gl.constexpr = x_desc.block_type.shape[0]
     XK: gl.constexpr = x_desc.block_type.shape[1]
@@ -237,14 +303,15 @@ def gemm_packed(
     fence_async_shared()
     work = PackedWork(
         M=shape.m, N=shape.n, K=shape.k, tiles_m=gl.cdiv(shape.m, BM), tiles_n=gl.cdiv(shape.n, BN),
-        steps=gl.cdiv(shape.k, XK),
+        steps=gl.cdiv(shape.k, XK), part_steps=gl.cdiv(gl.cdiv(shape.k, TILE.split), PART) * (PART // XK),
+        units=gl.cdiv(shape.m, BM) * gl.cdiv(shape.n, BN) * (TILE.split if TILE.apart else 1),
     )  # fmt: skip
     rings = Rings(stored=stored, w=w, x=x)
     if CONSUMERS == 2 and TEAMS == 2:
         gl.warp_specialize(
             [
-                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
-                (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, c_bufs, partial_ptr, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, d_bufs, partial_ptr, terms, work, 1, TILE, FORM, KINDS)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 1, TILE, FORM)),
                 (feed_weight, (p_desc, stored, work, TILE, FORM)),
@@ -256,8 +323,8 @@ def gemm_packed(
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
-                (consume, (rings, c_desc, d_bufs, terms, work, 1, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, c_bufs, partial_ptr, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, d_bufs, partial_ptr, terms, work, 1, TILE, FORM, KINDS)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
                 (feed_weight, (p_desc, stored, work, TILE, FORM)),
                 (feed_tokens, (x_desc, x, work, TILE, FORM)),
@@ -268,7 +335,7 @@ def gemm_packed(
     elif TEAMS == 2:
         gl.warp_specialize(
             [
-                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, c_bufs, partial_ptr, terms, work, 0, TILE, FORM, KINDS)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 1, TILE, FORM)),
                 (feed_weight, (p_desc, stored, work, TILE, FORM)),
@@ -280,7 +347,7 @@ def gemm_packed(
     else:
         gl.warp_specialize(
             [
-                (consume, (rings, c_desc, c_bufs, terms, work, 0, TILE, FORM, KINDS)),
+                (consume, (rings, c_desc, c_bufs, partial_ptr, terms, work, 0, TILE, FORM, KINDS)),
                 (decode_tiles, (rings, factor_ptr, zero_ptr, work, 0, TILE, FORM)),
                 (feed_weight, (p_desc, stored, work, TILE, FORM)),
                 (feed_tokens, (x_desc, x, work, TILE, FORM)),

@@ -10,13 +10,14 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..... import _host
 from .....core.problem import Problem
-from .....core.types import ElementKind
+from .....core.types import ElementKind, QuantizeKind
 from ....registry import Launch, Value
-from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
-from ...tune import processors_of
+from ...launch import ALIGNMENT, POINTERS, Step, captures_pdl, finish_parameters, launching, loaded
+from ...sources import Part, WorkspaceLayout
+from ...tune import power_of_two, processors_of
 from .. import tune
-from ..kernels import Shape
-from ..launch import GemmSources
+from ..kernels import Epilogue, Shape, sum_parts
+from ..launch import GemmSources, epilogue
 from .binding import (
     BIAS,
     FACTOR,
@@ -25,6 +26,7 @@ from .binding import (
     RESIDUAL,
     VECTORS,
     WEIGHT,
+    ZEROS,
     X,
     compiled,
     descriptor_form,
@@ -55,6 +57,7 @@ def packed_source(
         "c_desc": descriptor_form(out, [tile.piece, tile.n // tile.consumers]),
         "factor_ptr": factor,
         "zero_ptr": zero_point,
+        "partial_ptr": "*i32" if x is torch.int8 else "*fp32",
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
@@ -70,17 +73,43 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     matrix(kernel, WEIGHT, weight, n, k // 2 if p.weight.is_packed else k)
     matrix(kernel, OUTPUT, output, m, n)
     kernel.address(FACTOR)
+    kernel.address(ZEROS)
     kernel.address(PARTS)
     term_parameters(kernel)
     return finish_parameters(kernel, m, n, k)
 
 
-def many_packed(p: Problem, device: torch.device, f: GemmSources, otherwise: Launch, early: str) -> Launch:
+def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed, device: torch.device) -> None:
+    """Room for the sums of parts of K: all of them, or those that a program adds to."""
+    m, n, _ = p.shape
+    dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
+    if tile.apart:
+        layout.reserve("parts", dtype, tile.split, m, n)
+    elif tile.split > 1:
+        layout.reserve("parts", dtype, tile.grid(m, n, processors_of(device)), tile.n, tile.m)
+
+
+def _sum_of_parts(
+    p: Problem, device: torch.device, tile: tune.Packed, parts: Part | None, epilogue: Epilogue, f: GemmSources
+) -> Launch | None:
+    """The kernel that adds up the parts of K that lie apart."""
+    if not tile.apart or parts is None:
+        return None
+    m, n, _ = p.shape
+    rows = min(16, power_of_two(m))
+    constants = {"EPILOGUE": epilogue, "PARTS": tile.split, "BM": rows, "BN": 2048 // rows}
+    programs = -(-m // rows) * -(-n // (2048 // rows))
+    return Step(sum_parts, programs, {"M": m, "N": n}, constants, device).bound(parts, f.output, f.terms)
+
+
+def many_packed(
+    p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, otherwise: Launch, early: str
+) -> Launch:
     """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
     m, n, k = p.shape
     group = p.weight_group
-    tile = tune.packed(m, n, p.element.dtype.itemsize)
-    programs = min(processors_of(device) * tile.programs, tile.tiles(m, n))
+    tile = tune.packed(m, n, k, p.element.dtype.itemsize, processors_of(device))
+    programs = tile.grid(m, n, processors_of(device))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
@@ -95,19 +124,27 @@ def many_packed(p: Problem, device: torch.device, f: GemmSources, otherwise: Lau
         source = packed_source(tile, form, torch.int8, p.element.dtype, forms, kinds, factor)
         return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
 
-    return launching(device, (*f, None), prepare, (*VECTORS, FACTOR), None, otherwise)
+    parts = layout.get("parts")
+    then = _sum_of_parts(p, device, tile, parts, epilogue(p), f)
+    return launching(device, (*f, parts, None), prepare, (*VECTORS, FACTOR), then, otherwise)
+
+
+def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
+    layout = WorkspaceLayout()
+    reserve_parts(layout, p, tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device)), device)
+    return layout
 
 
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
     m, n, _ = p.shape
     tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
-    programs = min(processors_of(device) * tile.programs, tile.tiles(m, n))
+    programs = tile.grid(m, n, processors_of(device))
 
     def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
         if not aligned:
             return None
-        bias, residual, scale, zero_point = (arguments[i] for i in (BIAS, RESIDUAL, FACTOR, PARTS))
+        bias, residual, scale, zero_point = (arguments[i] for i in (BIAS, RESIDUAL, FACTOR, ZEROS))
         forms, kinds = term_forms(None, None, None, bias, 1, residual, p.nonlinearity)
         kinds = kinds._replace(scale="none", weight_scale="none")
         pdl = captures_pdl()
@@ -123,4 +160,7 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
         return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
 
     f = GemmSources(0, None, None, 1, None, 4, None, 5, 6, 2)
-    return launching(device, (*f, 3), prepare, VECTORS, None, otherwise)
+    parts = weight_only_layout(p, device).get("parts")
+    unscaled = Epilogue(False, p.nonlinearity.value, scaled=False)
+    then = _sum_of_parts(p, device, tile, parts, unscaled, f)
+    return launching(device, (*f, parts, 3), prepare, VECTORS, then, otherwise)

@@ -8,9 +8,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..kernels import tile_at
+
 
 class PackedWork(NamedTuple):
-    """The sizes of the problem, its tiles and their steps along K."""
+    """The sizes of the problem, its tiles and their steps along K, the steps of a part of K, and all units of work."""
 
     M: Any
     N: Any
@@ -18,6 +20,8 @@ class PackedWork(NamedTuple):
     tiles_m: Any
     tiles_n: Any
     steps: Any
+    part_steps: Any
+    units: Any
 
 
 class Ring(NamedTuple):
@@ -46,6 +50,22 @@ def ring_of(stages, READERS: gl.constexpr):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=READERS)
     return Ring(stages=stages, full=full, empty=empty)
+
+
+@gluon.jit
+def unit_at(unit, work, TILE: gl.constexpr):
+    """Row and column of a unit's tile, its part of K, its first step and how many it has.
+
+    A unit is a tile, or one of TILE.split parts of a tile that lie apart.
+    """
+    APART: gl.constexpr = TILE.split if TILE.apart else 1
+    m, n = tile_at(unit // APART, work.tiles_m, work.tiles_n, TILE.group, TILE.across)
+    part = unit % APART
+    first = part * work.part_steps
+    count = work.steps
+    if APART > 1:
+        count = min(work.part_steps, work.steps - first)
+    return m, n, part, first, count
 
 
 @gluon.jit
