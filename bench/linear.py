@@ -1,9 +1,10 @@
-"""W8A8 linears beside bf16 cuBLAS, cuBLASLt int8 with a compiled epilogue, and row-wise fp8, interleaved in one run.
+"""Linears beside bf16 cuBLAS, cuBLASLt int8 with a compiled epilogue, row-wise fp8 and torch's int4, in one run.
 
     python -m bench linear [--quick] [--json FILE] [--plot FILE] [--budget SECONDS]
 
-GEMM rows start from quantized activations, whole-linear rows from bf16. Every output of ours is compared with the
-formula before it is timed. Times are medians with cold caches; ratios within the run are what to quote.
+GEMM rows start from quantized activations, whole-linear rows from bf16; W4A8 is a GEMM row, W4A16 a whole linear, both
+in groups of 128. Every output of ours is compared with the formula before it is timed. Times are medians with cold
+caches; ratios within the run are what to quote.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from baracuda import (
     SmoothQuantLinearPlan,
 )
 
-from .linear_table import BARS, Row, Shape, bar_table, epilogue_table, plot, table
+from .linear_four import FourBit, four_bit
+from .linear_table import BARS, Row, Shape, bar_table, epilogue_table, four_bit_table, plot, table
 
 WEIGHTS = {
     "8B qkv": (6144, 4096),
@@ -151,7 +153,7 @@ def epilogues(shape: Shape, timer: Timer) -> dict[str, float]:
     return timer(contestants)
 
 
-def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor, scale_w: Tensor) -> Row:
+def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor, scale_w: Tensor, four: FourBit) -> Row:
     m, n, k = shape
     row = Row(name, shape)
     # The same data for everybody, since power, and with it speed, depends on the bits.
@@ -176,7 +178,9 @@ def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor,
     }
     row.kernel = f"{static.sku().kernel}: {static.sku().epilogue}"
     row.exact = _exact(contestants, q, x, weight, scale_w, out)
-    contestants |= _peers(q, x, weight, wide, scale_w)
+    packed, right = four_bit(shape, q, x, four, SCALE_A, integer_sums)
+    row.exact = row.exact and right
+    contestants |= packed | _peers(q, x, weight, wide, scale_w)
     row.us = timer(contestants)
     return row
 
@@ -238,8 +242,9 @@ def main(argv: list[str] | None = None) -> int:
     for (n, k), group in itertools.groupby(shapes, key=lambda named: named[1][1:]):
         wide = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
         weight, scale_w = quantized_rows(wide)
+        four = FourBit(wide)
         for name, shape in group:
-            rows.append(row := measure(name, shape, timer, wide, weight, scale_w))
+            rows.append(row := measure(name, shape, timer, wide, weight, scale_w, four))
             times = ", ".join(f"{contestant} {us:.1f}" for contestant, us in row.us.items())
             print(f"{name} {shape}: {times} us", file=sys.stderr, flush=True)
             torch.cuda.empty_cache()
@@ -250,7 +255,7 @@ def main(argv: list[str] | None = None) -> int:
         "rows": [asdict(row) for row in rows],
         "epilogues": [{"shape": shape, "us": epilogues(shape, timer)} for shape in EPILOGUE_SHAPES],
     }
-    print(table(rows), epilogue_table(run), bar_table(rows, run["host_us"]), sep="\n\n")
+    print(table(rows), four_bit_table(rows), epilogue_table(run), bar_table(rows, run["host_us"]), sep="\n\n")
     if options.json:
         Path(options.json).write_text(json.dumps(run, indent=1) + "\n")
     if options.plot:

@@ -74,6 +74,40 @@ def table(rows: list[Row]) -> str:
     return markdown(lines)
 
 
+def four_bit_bar(what: str, shape: Shape) -> float:
+    """The least ratio to bf16 of a four-bit linear in groups of 128."""
+    m, n, k = shape
+    if what == "w4a16":
+        return 2.0 if m <= 16 else 1.5 if m <= 64 else 1.0 if m <= 256 else 0.9
+    if m <= 16:
+        return 2.2 if n < k else 2.4
+    return 1.8 if m <= 64 else 1.55 if m <= 256 else 1.85
+
+
+def four_bit_table(rows: list[Row]) -> str:
+    """Times as fast as bf16, with the bars."""
+    lines = [
+        [
+            "M x N x K",
+            "bf16 us",
+            "w4a8 us",
+            "w4a8/bf16",
+            "bar",
+            "w4a16 us",
+            "w4a16/bf16",
+            "bar",
+            "int4/bf16",
+            "fp8/bf16",
+        ]
+    ]
+    for row in (row for row in rows if "w4a8" in row.us):
+        cells = [" x ".join(map(str, row.shape)), f"{row.us['bf16']:.1f}"]
+        for what in ("w4a8", "w4a16"):
+            cells += [f"{row.us[what]:.1f}", f"{row.ratio(what, 'bf16'):.2f}", f"{four_bit_bar(what, row.shape):g}"]
+        lines.append([*cells, *(f"{row.ratio(peer, 'bf16'):.2f}" for peer in ("int4", "fp8"))])
+    return markdown(lines)
+
+
 def bars(rows: list[Row], host: float) -> list[tuple[str, str, float, float, bool]]:
     """Shape, measure, bar, measured, passed."""
     found = {row.shape: row for row in rows}
@@ -126,6 +160,7 @@ def page(run: dict[str, Any]) -> str:
         "from bf16; every output of ours is compared with the formula before it is timed.",
         "![Times as fast as bf16 cuBLAS, by tokens](../../bench/results/linear.svg)",
         table(rows),
+        *(("## Four bits", four_bit_table(rows)) if any("w4a8" in row.us for row in rows) else ()),
         "## Epilogues",
         "Times as long as the GEMM that only scales.",
         epilogue_table(run),

@@ -180,6 +180,68 @@ def test_a_packed_weight_takes_every_epilogue(element, m) -> None:
         assert_matches(Case(p, "edges", residual=True))
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_a_packed_weight_and_many_tokens_have_the_same_bits_at_every_launch(group) -> None:
+    case = Case(packed_problem(LINEARS[1], 2048, 4096, 4096, group, ElementKind.BF16))
+    plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=TRITON))
+    values = operands(case, DEVICE)
+    reference = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=REFERENCE))
+    reference.launch(values, reference.allocate_workspace())
+    expected, room = values[-1].clone(), plan.allocate_workspace()
+    for _ in range(30):
+        values[-1].fill_(77)
+        plan.launch(values, room)
+        assert torch.equal(values[-1], expected)
+
+
+#: Element, weight, group, zero points, type of the scales.
+WEIGHT_ONLY = [
+    (ElementKind.BF16, ElementKind.S4, 128, False, torch.bfloat16),
+    (ElementKind.BF16, ElementKind.S4, 32, False, torch.float32),
+    (ElementKind.F16, ElementKind.U4, 64, True, torch.float16),
+    (ElementKind.BF16, ElementKind.S8, 128, True, torch.float32),
+    (ElementKind.F16, ElementKind.S8, 0, False, torch.float32),
+]
+
+
+def weight_only_inputs(m, n, k, form):
+    element, weight, group, zero_point, scale = form
+    generator = torch.Generator(DEVICE).manual_seed(n)
+    x = torch.randn(m, k, generator=generator, device=DEVICE).to(element.dtype)
+    stored = torch.randint(0, 256, (n, k // 2 if weight.is_packed else k), generator=generator, device=DEVICE)
+    segments = (n, k // group if group else 1)
+    scales = ((torch.rand(segments, generator=generator, device=DEVICE) + 0.1) * 0.01).to(scale)
+    zeros = torch.randint(-20, 20, segments, generator=generator, device=DEVICE, dtype=torch.int32)
+    return x, stored.to(torch.uint8).view(weight.dtype), scales, zeros if zero_point else None
+
+
+def weight_only_output(m, n, k, form, inputs):
+    element, weight, group, *_ = form
+    op = QuantizeKind.WEIGHT_ONLY_LINEAR
+    p = Problem(op, (m, n, k), element, ElementKind.S8, -128, 127, weight=weight, weight_group=group)
+    plan = SelectedPlan(p, DEVICE, PlanPreference(prefer_backend=TRITON))
+    return plan, plan.compute((*inputs, None, None))[0]
+
+
+@pytest.mark.parametrize("form", WEIGHT_ONLY, ids=str)
+@pytest.mark.parametrize("n, k", [(264, 1024), (1032, 4096), (4096, 14336)])
+def test_a_weight_only_linear_is_near_the_exact_result_and_a_row_keeps_its_bits_in_every_batch(n, k, form) -> None:
+    inputs = weight_only_inputs(300, n, k, form)
+    x, stored, scales, zeros = inputs
+    plan, whole = weight_only_output(300, n, k, form, inputs)
+    assert plan.sku().kernel == "weight_only_hopper" and plan.precision_guarantee().batch_invariant
+    integers = baracuda.unpack_int4(stored, form[1], k) if form[1].is_packed else stored
+    integers = integers.view(*scales.shape, -1).double() - (0 if zeros is None else zeros[:, :, None])
+    weight = (integers * scales.double()[:, :, None]).view(n, k)
+    exact, size = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+    promised = plan.precision_guarantee().relative_error
+    bound = promised * size + torch.finfo(x.dtype).eps / 2 * exact.abs() * (1 + promised)
+    assert bool(((whole.double() - exact).abs() <= bound).all())
+    for m in (1, 2, 7, 8, 16, 17, 32, 33, 64, 65, 128, 129, 299):
+        _, part = weight_only_output(m, n, k, form, (x[300 - m :], *inputs[1:]))
+        assert torch.equal(part, whole[300 - m :]), m
+
+
 def test_a_weight_written_by_the_kernel_before_is_read_as_written() -> None:
     """The weight's copies start before that kernel ends only where it is known not to write the weight."""
     for op in LINEARS:

@@ -21,6 +21,7 @@ LIMIT = 227 * 1024
 if INTERPRETER:
     from baracuda import BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
     from baracuda.backends.triton.linear import launch as linear
+    from baracuda.core.packing import unpack_int4
     from baracuda.core.problem import Problem
     from baracuda.plans.plan import SelectedPlan
     from cases import CASES, assert_same_bits, is_linear, run
@@ -73,6 +74,53 @@ if INTERPRETER:
         monkeypatch.setattr(linear, "_chunk", lambda limit, p, step: 2 * step)
         mine = long_linear(BackendKind.TRITON, 1001, ElementKind.U8, weight, zero_point)
         assert torch.equal(mine, long_linear(BackendKind.REFERENCE, 1001, ElementKind.U8, weight, zero_point))
+
+    def weight_only_example(m, n, k, group, element, weight, zero_point, scale):
+        generator = torch.Generator().manual_seed(m + n + k)
+        x = torch.randn(m, k, generator=generator).to(element.dtype)
+        stored = torch.randint(0, 256, (n, (k + 1) // 2 if weight.is_packed else k), generator=generator)
+        segments = (n, k // group if group else 1)
+        scales = (torch.rand(segments, generator=generator) + 0.1).to(scale)
+        zeros = torch.randint(-20, 20, segments, generator=generator, dtype=torch.int32) if zero_point else None
+        bias, residual = torch.randn(n, generator=generator), torch.randn(m, n, generator=generator)
+        return x, stored.to(torch.uint8).view(weight.dtype), scales, zeros, bias, residual.to(element.dtype)
+
+    def weight_only_plan(m, n, k, group, element, weight, backend=BackendKind.TRITON):
+        op = QuantizeKind.WEIGHT_ONLY_LINEAR
+        p = Problem(op, (m, n, k), element, ElementKind.S8, -128, 127, weight=weight, weight_group=group)
+        return SelectedPlan(p, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+
+    #: M, N, K, group, whether there are zero points: parts of tiles, groups within a step and beyond, odd K, no K.
+    WEIGHT_ONLY = [(3, 5, 64, 32, True), (70, 9, 256, 128, False), (2, 4, 15, 5, True), (1, 70, 96, 0, False)]
+    WEIGHT_ONLY += [(2, 3, 0, 0, False)]
+
+    @pytest.mark.parametrize("shape", WEIGHT_ONLY, ids=str)
+    @pytest.mark.parametrize("element", [ElementKind.BF16, ElementKind.F16, ElementKind.F32], ids=lambda e: e.value)
+    def test_the_portable_weight_only_linear_is_within_its_stated_distance(element, shape) -> None:
+        m, n, k, group, zero_point = shape
+        for weight in (ElementKind.S4, ElementKind.U4, ElementKind.S8):
+            plan = weight_only_plan(m, n, k, group, element, weight)
+            values = weight_only_example(*shape[:4], element, weight, zero_point, element.math.dtype)
+            (got,) = plan.compute(values)
+            (exact,) = weight_only_plan(m, n, k, group, element, weight, BackendKind.REFERENCE).compute(values)
+            x, stored, scale, zeros, *_ = values
+            q = unpack_int4(stored, weight, k) if weight.is_packed else stored
+            q = q.reshape(*scale.shape, -1).double() - (0 if zeros is None else zeros[:, :, None])
+            size = x.double().abs() @ (q * scale.double()[:, :, None]).reshape(n, k).abs().T
+            promised = plan.precision_guarantee()
+            assert plan.sku().kernel == "weight_only" and promised.batch_invariant and not promised.matches_reference
+            unit = torch.finfo(element.dtype).eps
+            bound = promised.relative_error * size + unit * (exact.double().abs() + 1)
+            assert bool(((got.double() - exact.double()).abs() <= bound).all())
+
+    def test_a_row_of_the_portable_weight_only_linear_has_the_same_bits_in_every_batch() -> None:
+        values = weight_only_example(130, 40, 256, 64, ElementKind.BF16, ElementKind.S4, False, torch.bfloat16)
+        x, *weights, residual = values
+        (whole,) = weight_only_plan(130, 40, 256, 64, ElementKind.BF16, ElementKind.S4).compute(values)
+        for rows in (slice(0, 1), slice(3, 19), slice(65, 130)):
+            part = weight_only_plan(len(x[rows]), 40, 256, 64, ElementKind.BF16, ElementKind.S4)
+            (got,) = part.compute((x[rows], *weights, residual[rows]))
+            assert torch.equal(got, whole[rows])
 
 else:
     import triton
@@ -223,7 +271,7 @@ else:
     @pytest.mark.parametrize("out", [torch.float16, torch.float32])
     @pytest.mark.parametrize("m, group", [(64, 0), (100, 128), (256, 96), (2048, 32)])
     def test_packed_weights_are_decoded_between_the_copies_and_the_products(m, group, out) -> None:
-        tile = linear_tune.packed(m, 14336, out.itemsize)
+        tile = linear_tune.packed(m, 14336, 4096, out.itemsize, 132)
         forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, VECTOR, 1)
         form = Form(True, group, "copy")
         compiled = compile_decoding(packed_launch.packed_source(tile, form, torch.int8, out, forms, kinds), tile)
@@ -260,13 +308,22 @@ else:
         assert (f"mul.rn.{name}x2" in ptx) == plain and (f"cvt.rn.{name}x2.f32" in ptx) == (not plain or case[0] > 0)
         assert "fma.rn" not in ptx
 
+    @pytest.mark.parametrize(
+        "n, k, parts", [(4096, 14336, 4), (4096, 2048, 2), (8192, 8192, 2), (14336, 4096, 1), (8, 512, 1)]
+    )
+    def test_the_parts_of_a_float_sum_depend_on_the_weight_alone(n, k, parts) -> None:
+        for m in (1, 16, 17, 64, 65, 128, 129, 2048):
+            tile = linear_tune.weight_only(m, n, k, True, 132)
+            assert tile.split == parts and linear_tune.PART_OF_K % (2 * tile.k) == 0
+        assert (parts - 1) * -(-k // parts // linear_tune.PART_OF_K) * linear_tune.PART_OF_K < k
+
     @pytest.mark.parametrize("group, floats", [(32, False), (64, True)])
     def test_a_stored_stage_is_released_after_what_was_read_from_it_is_stored(group, floats) -> None:
         """bar.sync does not wait for loads under way: only a store that depends on them shows that they have ended."""
         if floats:
             _, compiled = compile_weight_only(2048, ElementKind.S4, group, torch.bfloat16, True, False)
         else:
-            tile = linear_tune.packed(2048, 4096, 2)
+            tile = linear_tune.packed(2048, 4096, 4096, 2, 132)
             forms, kinds = hopper_launch.term_forms(VECTOR, None, VECTOR, None, 1)
             source = packed_launch.packed_source(
                 tile, Form(True, group, "copy", 4), torch.int8, torch.bfloat16, forms, kinds, "*i32"
