@@ -178,6 +178,10 @@ class Packed:
     group: int = 8
     across: bool = False
 
+    def __post_init__(self) -> None:
+        # A stored stage always meets the same team. Another one could not tell its first phase from its second.
+        assert self.packed_stages % self.teams == 0, self
+
     @property
     def x_stages(self) -> int:
         return self.tokens or self.stages
@@ -218,10 +222,10 @@ class Packed:
 PART_OF_K = 256
 
 
-def splits(n: int, k: int, rows: int, processors: int, most: int = 4) -> int:
-    """Parts of K for programs of so many rows of the weight: until there are two programs for each multiprocessor."""
+def parts(tiles: int, k: int, shortest: int, programs: int) -> int:
+    """Parts of K, up to 4 and none shorter than so many elements, as long as so many programs can have one each."""
     split = 1
-    while split < most and 2 * split * -(-n // rows) <= 2 * processors and k >= 2048 * split:
+    while split < 4 and 2 * split * tiles <= programs and k >= 2 * split * shortest:
         split *= 2
     return split
 
@@ -229,24 +233,34 @@ def splits(n: int, k: int, rows: int, processors: int, most: int = 4) -> int:
 def packed(m: int, n: int, k: int, out_bytes: int, processors: int) -> Packed:
     """The schedule of a packed weight and many tokens."""
     if m <= 64:
-        return Packed(64, 128, 64, 6, 4, 32)
-    if m <= 128:
-        return Packed(128, 128, 64, 5, 3, 32)
-    # Of an output of 32 bits, half as many tokens fit into the memory on its way out.
-    return Packed(256, 128, 64, 4, 2, 32 if out_bytes <= 2 else 16)
+        tile = Packed(64, 128, 128, 2, 4, 32, teams=2, tokens=3)
+    elif m <= 128:
+        tile = Packed(128, 128, 64, 4, 4, 32 if out_bytes <= 2 else 16, teams=2, tokens=5)
+    elif 2 * (-(-m // 256) * -(-n // 128)) <= processors:
+        tile = Packed(256, 64, 64, 4, 4, 32 if out_bytes <= 2 else 16, consumers=1, teams=2)
+    else:
+        # Of an output of 32 bits, half as many tokens fit into the memory on its way out.
+        tile = Packed(256, 128, 64, 3, 4, 32 if out_bytes <= 2 else 16, teams=2, tokens=4)
+    split = parts(tile.tiles(m, n), k, 2048, processors)
+    return replace(tile, split=split, apart=split > 1)
 
 
 def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed:
-    """The schedule of a weight-only linear: the parts of K depend on the weight alone."""
-    split = splits(n, k, 64, processors)
-    if m <= 64:
+    """The schedule of a weight-only linear. The parts of K depend on the weight alone: they are part of the result."""
+    split = parts(-(-n // 64), k, 3072, 2 * processors)
+    if m <= 16:
         tokens = max(8, power_of_two(m))
-        step = 128 if packed else 64
-        few = Packed(tokens, 64, step, 2, 3, min(tokens, 32), 8, 1, 2 if m <= 32 else 1)
-        return replace(few, split=split, apart=split > 1)
-    if m <= 128:
-        return Packed(128, 128, 32, 4, 4, 32, split=split)
-    return Packed(256, 128, 32, 4, 4, 32, split=split)
+        tile = Packed(tokens, 64, 128, 2 if packed else 3, 3, tokens, 8, 1, 2)
+    elif m <= 64:
+        tile = Packed(32 if m <= 32 else 64, 128, 64, 3, 4, 32, teams=2, tokens=4)
+    elif m <= 128:
+        tile = Packed(128, 128, 64, 3, 2, 16, teams=2)
+    elif 2 * (-(-m // 256) * -(-n // 128)) <= processors:
+        tile = Packed(256, 64, 32, 4, 6, 32, consumers=1, teams=2)
+    else:
+        tile = Packed(256, 128, 32, 3, 4, 32, teams=2, tokens=4)
+    # Tiles that fill the device add up their parts themselves.
+    return replace(tile, split=split, apart=split > 1 and 4 * tile.tiles(m, n) <= 3 * processors)
 
 
 @dataclass(frozen=True, slots=True)

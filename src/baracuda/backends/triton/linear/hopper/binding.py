@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ..... import _host
 from .....core.types import Activation
 from ....registry import Value
-from ...launch import POINTERS
+from ...launch import POINTERS, Prepare
 from .epilogue import HopperTerms, TermKinds
 
 #: What TMA copies, and its name in a signature.
@@ -82,6 +82,19 @@ def term_forms(
         token_axis=token_axis,
     )
     return forms, kinds
+
+
+def terms_of(arguments: list[Value], token_axis: int, nonlinearity: Activation) -> tuple[HopperTerms, TermKinds]:
+    """`term_forms` of a GEMM's arguments."""
+    scale, zero_point, weight_scale, bias, residual = (
+        arguments[i] for i in (SCALE, ZERO_POINT, WEIGHT_SCALE, BIAS, RESIDUAL)
+    )
+    return term_forms(scale, zero_point, weight_scale, bias, token_axis, residual, nonlinearity)
+
+
+def aligned_only(make: Callable[[list[Value]], _host.Kernel]) -> Prepare:
+    """TMA addresses nothing else: other operands go to the portable kernel."""
+    return lambda arguments, aligned: make(arguments) if aligned else None
 
 
 def source_of(

@@ -21,12 +21,13 @@ from .binding import (
     VECTORS,
     WEIGHT,
     X,
+    aligned_only,
     compiled,
     descriptor_form,
     matrix,
     source_of,
-    term_forms,
     term_parameters,
+    terms_of,
 )
 from .epilogue import HopperTerms, TermKinds
 from .few import Form, gemm_few
@@ -60,11 +61,8 @@ def few_tokens(
     packed, group, fold = p.weight.is_packed, p.weight_group, tile.fold
     pairs = 2 if packed else 1
 
-    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
-        if not aligned:
-            return None
-        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
-        forms, kinds = term_forms(scale, zero_point, weight_scale, bias, 1, residual, p.nonlinearity)
+    def make(arguments: list[Value]) -> _host.Kernel:
+        forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         pdl = captures_pdl()
         together = 2 * tile.k // group if group else 1
         together = together if together in _FACTORS and k // fold // max(group, 1) % together == 0 else 1
@@ -79,4 +77,4 @@ def few_tokens(
         term_parameters(kernel)
         return finish_parameters(kernel, m, n, k)
 
-    return launching(device, f, prepare, (*VECTORS, FACTOR), None, otherwise)
+    return launching(device, f, aligned_only(make), (*VECTORS, FACTOR), None, otherwise)

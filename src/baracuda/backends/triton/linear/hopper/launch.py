@@ -34,12 +34,13 @@ from .binding import (
     VECTORS,
     WEIGHT,
     X,
+    aligned_only,
     compiled,
     descriptor_form,
     matrix,
     source_of,
-    term_forms,
     term_parameters,
+    terms_of,
 )
 from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
@@ -139,11 +140,8 @@ def _many_tokens(
     parts = layout["parts"] if tile.tail > 1 else None
     then = None if parts is None else _tail(p, device, f, parts, tile, tile.whole(m, n, processors))
 
-    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
-        if not aligned:
-            return None
-        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
-        forms, kinds = term_forms(scale, zero_point, weight_scale, bias, 0, residual, p.nonlinearity)
+    def make(arguments: list[Value]) -> _host.Kernel:
+        forms, kinds = terms_of(arguments, 0, p.nonlinearity)
         made = compiled(gemm_source(tile, p.element.dtype, forms, kinds), tile.warps)
         kernel, (x, weight, output) = loaded(made, programs), made.metadata.tensordesc_meta
         matrix(kernel, X, x, m, k)
@@ -153,7 +151,7 @@ def _many_tokens(
         term_parameters(kernel)
         return finish_parameters(kernel, m, n, k)
 
-    return launching(device, (*f, parts), prepare, VECTORS, then, portable)
+    return launching(device, (*f, parts), aligned_only(make), VECTORS, then, portable)
 
 
 def _tail(p: Problem, device: torch.device, f: GemmSources, parts: Part, tile: tune.Pingpong, whole: int) -> Launch:

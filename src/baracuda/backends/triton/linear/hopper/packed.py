@@ -135,11 +135,16 @@ def pieces_of(y, WIDTH: gl.constexpr):
 
 @gluon.jit
 def place_in(acc, i):
-    """Where a program keeps the sums of the i-th piece of a consumer's tile."""
+    """Where a consumer keeps the i-th piece of its sums: what lanes hold side by side lies side by side.
+
+    Of 16 rows and 8 tokens a lane has rows g and g + 8 and two neighbouring tokens.
+    """
     LAYOUT: gl.constexpr = acc.type.layout
     row = gl.expand_dims(gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT)), 1)
     token = gl.expand_dims(gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT)), 0)
-    return (i * acc.shape[0] + row) * acc.shape[1] + token
+    lane = row // 16 * 32 + row % 8 * 4 + token % 8 // 2
+    place = ((token // 8) * 2 + row // 8 % 2) * (acc.shape[0] * 4) + lane * 2 + token % 2
+    return i * (acc.shape[0] * acc.shape[1]) + place
 
 
 @gluon.jit
@@ -250,11 +255,11 @@ def consume(
                 count -= work.part_steps
         total = products(rings, done, count, WHICH, TILE)
         done += count
-        if TILE.apart:
-            store_part(total, part, m * BM, column, work, partial_ptr, TIMES_16)
-        else:
-            pieces = pieces_of(total, PIECE)
-            for i in gl.static_range(BM // PIECE):
+        pieces = pieces_of(total, PIECE)
+        for i in gl.static_range(BM // PIECE):
+            if TILE.apart:
+                store_part(pieces[i], part, m * BM + i * PIECE, column, work, partial_ptr, TIMES_16)
+            else:
                 store_piece(
                     pieces[i], i, m * BM, column, work, kept_ptr, terms, c_desc, c_bufs, IN_TURN, TIMES_16, KINDS
                 )

@@ -19,21 +19,20 @@ from .. import tune
 from ..kernels import Epilogue, Shape, sum_parts
 from ..launch import GemmSources, epilogue
 from .binding import (
-    BIAS,
     FACTOR,
     OUTPUT,
     PARTS,
-    RESIDUAL,
     VECTORS,
     WEIGHT,
     ZEROS,
     X,
+    aligned_only,
     compiled,
     descriptor_form,
     matrix,
     source_of,
-    term_forms,
     term_parameters,
+    terms_of,
 )
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
@@ -111,11 +110,8 @@ def many_packed(
     tile = tune.packed(m, n, k, p.element.dtype.itemsize, processors_of(device))
     programs = tile.grid(m, n, processors_of(device))
 
-    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
-        if not aligned:
-            return None
-        _, scale, zero_point, _, weight_scale, bias, _, residual, *_ = arguments
-        forms, kinds = term_forms(scale, zero_point, weight_scale, bias, 1, residual, p.nonlinearity)
+    def make(arguments: list[Value]) -> _host.Kernel:
+        forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         pdl = captures_pdl()
         span, four = 2 * tile.k, 4 * group
         together = 4 if group and k % four == 0 and (four % span == 0 or span % four == 0) else 1
@@ -126,7 +122,7 @@ def many_packed(
 
     parts = layout.get("parts")
     then = _sum_of_parts(p, device, tile, parts, epilogue(p), f)
-    return launching(device, (*f, parts, None), prepare, (*VECTORS, FACTOR), then, otherwise)
+    return launching(device, (*f, parts, None), aligned_only(make), (*VECTORS, FACTOR), then, otherwise)
 
 
 def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
@@ -141,11 +137,9 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
     programs = tile.grid(m, n, processors_of(device))
 
-    def prepare(arguments: list[Value], aligned: bool) -> _host.Kernel | None:
-        if not aligned:
-            return None
-        bias, residual, scale, zero_point = (arguments[i] for i in (BIAS, RESIDUAL, FACTOR, ZEROS))
-        forms, kinds = term_forms(None, None, None, bias, 1, residual, p.nonlinearity)
+    def make(arguments: list[Value]) -> _host.Kernel:
+        scale, zero_point = arguments[FACTOR], arguments[ZEROS]
+        forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         kinds = kinds._replace(scale="none", weight_scale="none")
         pdl = captures_pdl()
         same_type = isinstance(scale, Tensor) and scale.dtype is p.element.dtype
@@ -163,4 +157,4 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     parts = weight_only_layout(p, device).get("parts")
     unscaled = Epilogue(False, p.nonlinearity.value, scaled=False)
     then = _sum_of_parts(p, device, tile, parts, unscaled, f)
-    return launching(device, (*f, parts, 3), prepare, VECTORS, then, otherwise)
+    return launching(device, (*f, parts, 3), aligned_only(make), VECTORS, then, otherwise)
