@@ -259,8 +259,8 @@ def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed
         tile = Packed(256, 64, 32, 4, 6, 32, consumers=1, teams=2)
     else:
         tile = Packed(256, 128, 32, 3, 4, 32, teams=2, tokens=4)
-    # Tiles that fill the device add up their parts themselves.
-    return replace(tile, split=split, apart=split > 1 and 4 * tile.tiles(m, n) <= 3 * processors)
+    # Many tiles fill the device without being cut: each program then adds up the parts of its tiles.
+    return replace(tile, split=split, apart=split > 1 and (m <= 64 or 4 * tile.tiles(m, n) <= 3 * processors))
 
 
 @dataclass(frozen=True, slots=True)
