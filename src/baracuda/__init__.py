@@ -49,6 +49,7 @@ _LAZY = {
     "parallel": "parallel",
     "prepare_qat": "models",
     "quantize_model": "models",
+    "deterministic": "models",
     "save": "flow",
 }
 #: Not in __all__: its base class is one of transformers, which need not be installed.

@@ -79,6 +79,7 @@ PUBLIC = [
     "__version__",
     "choose_qparams",
     "convert",
+    "deterministic",
     "dequantize",
     "dynamic_fake_quantize",
     "dynamic_quantize",

@@ -1,7 +1,17 @@
 """Whole models: replace their linears in place, train them for quantization, convert them."""
 
 from ..schemes import LinearScheme
+from .deterministic import Invariance, deterministic
 from .merge import merge_siblings
 from .replace import Report, convert, prepare_qat, quantize_model
 
-__all__ = ["LinearScheme", "Report", "convert", "merge_siblings", "prepare_qat", "quantize_model"]
+__all__ = [
+    "Invariance",
+    "LinearScheme",
+    "Report",
+    "convert",
+    "deterministic",
+    "merge_siblings",
+    "prepare_qat",
+    "quantize_model",
+]
