@@ -193,7 +193,8 @@ def test_searched_scales_are_weighed_by_the_inputs_where_there_is_data(
 ) -> None:
     """The weight's error counts by what it does to the outputs: less of it where the inputs are small."""
     options = {"scheme": scheme, "group_size": 32}
-    quantize_checkpoint(llama, tmp_path / "weighed", calibration=tokens, **options)
+    report = quantize_checkpoint(llama, tmp_path / "weighed", calibration=tokens, **options)
+    assert len(report["smoothing"]["weighed"]) == 14
     quantize_checkpoint(llama, tmp_path / "plain", **options)
     weighed, plain = (read_all(tmp_path / name) for name in ("weighed", "plain"))
     errors = []

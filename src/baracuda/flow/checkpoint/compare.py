@@ -49,6 +49,8 @@ class Made:
     rounding: dict[str, str] = field(default_factory=dict)
     #: Whether this version made the checkpoint: its integers can then be computed again, bit for bit.
     same_version: bool = False
+    #: Layers whose scales were weighed by calibration data, which is not here to choose them again.
+    weighed: frozenset[str] = frozenset()
 
     @classmethod
     def read(cls, out: Path) -> Made:
@@ -58,7 +60,10 @@ class Made:
             return cls()
         layers = [layer for layer in _list(report.get("layers")) if isinstance(layer, dict)]
         rounding = {str(layer.get("name")): str(layer["rounding"]) for layer in layers if "rounding" in layer}
-        return cls(str(report.get("method", "rtn")), rounding, report.get("baracuda") == __version__)
+        smoothing = report.get("smoothing")
+        weighed = _list(smoothing.get("weighed")) if isinstance(smoothing, dict) else []
+        same_version = report.get("baracuda") == __version__
+        return cls(str(report.get("method", "rtn")), rounding, same_version, frozenset(map(str, weighed)))
 
     def nearest(self, module: str) -> bool:
         try:
@@ -67,7 +72,8 @@ class Made:
             return False
 
     def exact(self, module: str) -> bool:
-        return self.same_version and self.default == "rtn" and module not in self.rounding
+        by_weight_alone = self.default == "rtn" and module not in self.rounding and module not in self.weighed
+        return self.same_version and by_weight_alone
 
 
 def _list(value: Any) -> list[Any]:

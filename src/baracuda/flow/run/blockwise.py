@@ -28,7 +28,7 @@ from .changes import Changes
 from .data import read_for
 from .distributed import Team
 from .journal import Journal
-from .options import Options, Progress
+from .options import Options, Progress, weighable
 from .sequential import Inputs, Sequential, Workers
 
 #: Rows of a weight that are quantized together: fixed, so that the bytes depend on nothing else.
@@ -67,6 +67,8 @@ class Blockwise:
         covered = {name for held in inside.values() for name in held}
         self.changes.notes["blocks"] = {"count": len(chain.names), "samples": len(sequences),
                                         "outside": sorted(names[n] for n in names.keys() - covered)}  # fmt: skip
+        if weighed := sorted(m for n in covered if weighable(self.structure.choices[m := linears[n]])):
+            self.changes.notes["weighed"] = weighed
         with Workers(self.device).pool() as pool:
             data = Sequential(chain, sequences, arguments(model), self.team, self.device, pool)
             for index, block in enumerate(chain.names):

@@ -78,6 +78,7 @@ def calibrate(
     by_data = {name: m for name, m in names.items() if choices[m].method.needs is not None or weighable(choices[m])}
     if by_data and plan.needs is not None:
         _keep_moments(changes, folds, measured, smoothing, by_data)
+        changes.notes["weighed"] = sorted(m for m in changes.inputs if weighable(choices[m]))
         _require_seen(changes, {m for m in by_data.values() if choices[m].method.needs is not None})
     return changes
 

@@ -75,6 +75,7 @@ _SMOOTHING = {
     "folded?": Each({"from": TEXT, "into": Each(TEXT), "fixed": COUNT}),
     "not_folded?": Each(TEXT, table=True),
     "changed?": Each(TEXT),
+    "weighed?": Each(TEXT),
 }
 _PAIR = {"float": Maybe(AMOUNT), "quantized": Maybe(AMOUNT)}
 _EVALUATION = {
