@@ -106,6 +106,11 @@ def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
     return replace(made, relative_error=made.relative_error + rounding * (1 + made.relative_error))
 
 
+def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed:
+    m, n, k = p.shape
+    return tune.weight_only(m, n, k, p.weight.is_packed, processors_of(device))
+
+
 def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
     """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
     m, n, k = p.shape
@@ -139,5 +144,5 @@ def describe_weight_only(p: Problem, device: torch.device) -> str:
 
 
 def describe_weight_only_hopper(p: Problem, device: torch.device) -> str:
-    tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
+    tile = weight_only_tile(p, device)
     return f"{epilogue_formula(p)}; {tile.schedule}; weight_only where an address is not a multiple of 16"

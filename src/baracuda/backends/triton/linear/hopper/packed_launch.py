@@ -18,6 +18,7 @@ from ...tune import power_of_two, processors_of
 from .. import tune
 from ..kernels import Epilogue, Shape, sum_parts
 from ..launch import GemmSources, epilogue
+from ..support import weight_only_tile
 from .binding import (
     FACTOR,
     OUTPUT,
@@ -127,14 +128,14 @@ def many_packed(
 
 def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
     layout = WorkspaceLayout()
-    reserve_parts(layout, p, tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device)), device)
+    reserve_parts(layout, p, weight_only_tile(p, device), device)
     return layout
 
 
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
     m, n, _ = p.shape
-    tile = tune.weight_only(*p.shape, p.weight.is_packed, processors_of(device))
+    tile = weight_only_tile(p, device)
     programs = tile.grid(m, n, processors_of(device))
 
     def make(arguments: list[Value]) -> _host.Kernel:
