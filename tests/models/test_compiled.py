@@ -26,14 +26,16 @@ def _afresh() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def llama(scheme: str, *, merge: bool = True) -> Any:
+def llama(scheme: str, *, merge: bool = True, fuse: bool = False) -> Any:
     model = models.build("llama")
     options: dict[str, Any] = {}
     if SCHEMES[scheme].get("static"):
         linears = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
         options["input_scales"] = dict.fromkeys(linears, 0.05)
-    report = baracuda.quantize_model(model, scheme, ignore=["lm_head"], merge=merge, **options)
+    report = baracuda.quantize_model(model, scheme, ignore=["lm_head"], merge=merge, fuse=fuse, **options)
     assert len(report.merged) == (4 if merge else 0)
+    symmetric = scheme != "w8a8-asymmetric"
+    assert len(report.fused) == (6 if fuse and symmetric else 0)
     return model
 
 
@@ -48,10 +50,11 @@ def generated(model: Any, batch: int, compiled: bool, backend: str = "inductor")
     return result
 
 
+@pytest.mark.parametrize("fuse", [False, True], ids=["", "fused"])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_decode_step_is_one_graph_that_is_compiled_once(scheme: str) -> None:
+def test_the_decode_step_is_one_graph_that_is_compiled_once(scheme: str, fuse: bool) -> None:
     """In full, so that a graph break raises; eight steps, and the graphs of one."""
-    model = llama(scheme)
+    model = llama(scheme, fuse=fuse)
     expected = generated(model, 1, compiled=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
         found = generated(model, 1, compiled=True, backend="aot_eager")

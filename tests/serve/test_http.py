@@ -40,7 +40,7 @@ def test_the_server_answers_with_the_tokens_of_baracuda_load(tmp_path: Path) -> 
             ignore_eos=True,
         )
     with torch.no_grad():
-        tokens = baracuda.load(out).generate(
+        tokens = baracuda.load(out, fuse=False).generate(
             torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     assert answer["choices"][0]["text"].split() == [f"w{token}" for token in tokens[0, len(prompt) :].tolist()]

@@ -208,7 +208,7 @@ def _token_scale_cases() -> Iterator[Case]:
 
 
 #: Rows of norms and gated products: none, ones, primes, both sides of a vector, a tile and a block of the sums.
-PRODUCER_SHAPES = [(3, 0), (0, 5), (1, 1), (9, 1), (7,), (2, 3, 47), (5, 64), (3, 1023), (2, 1025), (1, 4099)]
+PRODUCER_SHAPES = [(3, 0), (0, 5), (1, 1), (9, 1), (4, 1), (7,), (2, 3, 47), (5, 64), (3, 1023), (2, 1025), (1, 4099)]
 LARGE_PRODUCER_SHAPES = [(37, 576), (2, 8193), (1, 33000)]
 NORMS = (QuantizeKind.NORM, QuantizeKind.NORM_QUANTIZE, QuantizeKind.NORM_DYNAMIC_QUANTIZE)
 GATED = (QuantizeKind.GATED, QuantizeKind.GATED_QUANTIZE, QuantizeKind.GATED_DYNAMIC_QUANTIZE)

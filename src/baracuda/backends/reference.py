@@ -229,7 +229,7 @@ def _normalized(see: _Seen, operands: tuple[Value, ...], sum_out: Value) -> Tens
 def _gated(see: _Seen, operands: tuple[Value, ...]) -> Tensor:
     gate, up = cast("tuple[Tensor, Tensor]", operands[:2])
     if see.p.halves:
-        gate, up = gate.split(see.p.shape[-1], -1) if see.p.shape[-1] else (gate, gate)
+        gate, up = gate.narrow(-1, 0, see.p.shape[-1]), gate.narrow(-1, see.p.shape[-1], see.p.shape[-1])
     return gated(gate, up, see.p)
 
 

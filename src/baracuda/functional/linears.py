@@ -105,11 +105,15 @@ def smoothquant_linear(
     symmetric = act_zero_point is None or (isinstance(act_zero_point, int | float) and act_zero_point == 0)
     weight = weight_q.dtype if weight_element is None else weight_element
     factor, group = _factors(weight_factor, shape)
-    per_token = isinstance(act_scale, Tensor) and act_scale.ndim > 0 and act_scale.shape == x_q.shape[:-1]
+    tokens = (
+        act_scale if isinstance(act_scale, Tensor) and act_scale.ndim and act_scale.shape == x_q.shape[:-1] else None
+    )
+    per_token = tokens is not None
     spec = static_linear_spec(x_q.dtype, dtype, symmetric, weight, activation, group, per_token)
     _, zero_point = segment_values((), 1.0, None if symmetric else act_zero_point)
     rows: Shape = (shape[0],) if per_token else ()
-    qparams = (act_scale.reshape(rows) if per_token else segment_value(rows, act_scale, "scale"), zero_point)
+    scale = tokens.reshape(rows) if tokens is not None else segment_value(rows, act_scale, "scale")
+    qparams = (scale, zero_point)
     weights = _weights(shape[1], weight_q, weight_scale, bias, weight_sum)
     inputs = (_matrix(x_q, shape), *qparams, *weights, _residual(residual, out_shape, shape), factor)
     return _linear(QuantizeKind.SMOOTHQUANT_LINEAR, shape, spec, inputs, out_shape, out)

@@ -2,6 +2,7 @@
 
 from ..schemes import LinearScheme
 from .deterministic import Invariance, deterministic
+from .fuse import fuse_producers
 from .merge import merge_siblings
 from .replace import Report, convert, prepare_qat, quantize_model
 
@@ -11,6 +12,7 @@ __all__ = [
     "Report",
     "convert",
     "deterministic",
+    "fuse_producers",
     "merge_siblings",
     "prepare_qat",
     "quantize_model",

@@ -60,9 +60,9 @@ def merge_siblings(model: nn.Module, inputs: Inputs | None = None) -> Merge:
         found.apart |= dict.fromkeys(places, why)
         return found
     try:
-        with _Passes(model, given) as passes:
+        with Passes(model, given) as passes:
             groups = _that_may_be_slices(places, passes, _groups(passes, places, found), found)
-    except _PassError as error:
+    except PassError as error:
         found.apart |= dict.fromkeys(places, f"a pass of the model failed: {error}; give other `inputs`")
         return found
     for names in groups:
@@ -109,7 +109,7 @@ def _why_no_part(name: str, module: Sibling, owners: dict[int, list[str]]) -> st
 # -- the proof ---------------------------------------------------------------------------------------------------
 
 
-def _groups(passes: _Passes, places: dict[str, Sibling], found: Merge) -> list[list[str]]:
+def _groups(passes: Passes, places: dict[str, Sibling], found: Merge) -> list[list[str]]:
     """Linears of one parent that read the same values at each of their calls, and that can be one."""
     read: dict[str, list[tuple[int, int]]] = defaultdict(list)
     kept: list[Any] = []  # alive, so that no identity is used twice
@@ -156,7 +156,7 @@ def _that_fit(names: list[str], places: dict[str, Sibling], found: Merge) -> Ite
 
 
 def _that_may_be_slices(
-    places: dict[str, Sibling], passes: _Passes, groups: list[list[str]], found: Merge
+    places: dict[str, Sibling], passes: Passes, groups: list[list[str]], found: Merge
 ) -> list[list[str]]:
     """The groups whose outputs the model takes as slices of one tensor, which are not contiguous.
 
@@ -177,7 +177,7 @@ def _that_may_be_slices(
     return passed
 
 
-def _why_not_slices(places: dict[str, Sibling], passes: _Passes, groups: list[list[str]]) -> str | None:
+def _why_not_slices(places: dict[str, Sibling], passes: Passes, groups: list[list[str]]) -> str | None:
     def sliced(start: int, total: int) -> Any:
         def hook(module: nn.Module, args: Any, y: Tensor) -> Tensor:
             return y.new_empty(*y.shape[:-1], total).narrow(-1, start, y.shape[-1]).copy_(y)
@@ -196,16 +196,16 @@ def _why_not_slices(places: dict[str, Sibling], passes: _Passes, groups: list[li
 
     try:
         passes.run(slice_outputs)
-    except _PassError as error:  # a view that needs contiguous memory, most often
+    except PassError as error:  # a view that needs contiguous memory, most often
         return f"the model does not take its output as a slice: {error}"
     return None
 
 
-class _PassError(Exception):
+class PassError(Exception):
     """What a model's code raised."""
 
 
-class _Passes:
+class Passes:
     """Passes of the model in inference: on tensors with shapes but no values, so that nothing is computed on any
     device; with values once that has failed, as it does where a model's code asks for one."""
 
@@ -216,6 +216,8 @@ class _Passes:
         named = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
         self.inputs = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in named}
         self.with_values = False
+        #: What the model returned in the last pass.
+        self.result: Any = None
 
     def __enter__(self) -> Self:
         self.model.eval()
@@ -236,7 +238,7 @@ class _Passes:
                         k: self.mode.from_tensor(v) if isinstance(v, Tensor) else v for k, v in self.inputs.items()
                     }
                     return self._call(fakes, prepare)
-            except _PassError:  # whatever it is, the pass with values says it again
+            except PassError:  # whatever it is, the pass with values says it again
                 self.with_values = True
             finally:
                 self.log.setLevel(level)
@@ -247,10 +249,12 @@ class _Passes:
         try:
             with torch.no_grad():
                 args = [value for key, value in inputs.items() if isinstance(key, int)]
-                self.model(*args, **{key: value for key, value in inputs.items() if not isinstance(key, int)})
+                self.result = self.model(
+                    *args, **{key: value for key, value in inputs.items() if not isinstance(key, int)}
+                )
         except Exception as error:  # a model's own code, on inputs that may not suit it
             first, *_ = str(error).strip().splitlines() or [""]
-            raise _PassError(f"{type(error).__name__}: {first[:160]}") from error
+            raise PassError(f"{type(error).__name__}: {first[:160]}") from error
         finally:
             for handle in handles:
                 handle.remove()

@@ -17,6 +17,7 @@ from ..core.types import DynamicRangeMode
 from ..nn import QATLinear, QuantizedLinear, SmoothQuantLinear
 from ..nn.requirements import require_linear
 from ..schemes import CalibrationData, Choice, LinearScheme, LiveScheme, Recipe, Scheme, get_method, live_scheme
+from .fuse import fuse_producers
 from .merge import Inputs, merge_siblings
 
 #: A module's type, the name of its class, a pattern over its qualified name ("*.mlp.*", or "re:" and a regular
@@ -40,6 +41,10 @@ class Report:
     """First linear of those that read the same tensor -> which of them are computed as one."""
     apart: dict[str, str] = field(default_factory=dict)
     """Why a quantized linear is computed by itself, where merging was asked for."""
+    fused: dict[str, str] = field(default_factory=dict)
+    """Norms and MLPs that quantize what they make. Their bits are not torch's: a norm's sum has an order of its own."""
+    unfused: dict[str, str] = field(default_factory=dict)
+    """Why a norm or an MLP is left as it is, where fusing was asked for."""
 
     def __str__(self) -> str:
         width = max(map(len, (*self.replaced, *self.skipped)), default=0)
@@ -48,6 +53,8 @@ class Report:
         lines += [f"- {name:{width}}  {why}" for name, why in self.skipped.items()]
         lines += [f"+ {name:{width}}  {what}" for name, what in self.merged.items()]
         lines += [f"  {name:{width}}  not merged: {why}" for name, why in self.apart.items()]
+        lines += [f"+ {name:{width}}  {what}" for name, what in self.fused.items()]
+        lines += [f"  {name:{width}}  not fused: {why}" for name, why in self.unfused.items()]
         return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
 
     def _repr_html_(self) -> str:
@@ -55,6 +62,8 @@ class Report:
         rows += [(name, "left as it is", why) for name, why in self.skipped.items()]
         rows += [(name, "merged", what) for name, what in self.merged.items()]
         rows += [(name, "not merged", why) for name, why in self.apart.items()]
+        rows += [(name, "fused", what) for name, what in self.fused.items()]
+        rows += [(name, "not fused", why) for name, why in self.unfused.items()]
         rows += [(pattern, "no module", "matched nothing: most often a typing error") for pattern in self.unmatched]
         title = f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"
         return html_table(title, rows, ("module", "", "what and why"))
@@ -71,6 +80,7 @@ def quantize_model(
     method: str = "rtn",
     calibration: Mapping[str, CalibrationData] | None = None,
     merge: bool = False,
+    fuse: bool = False,
     inputs: Inputs | None = None,
 ) -> Report:
     """Replace float linears by integer ones, in place.
@@ -88,6 +98,10 @@ def quantize_model(
 
     `merge` computes linears that read the same tensor, such as q, k and v, as one, with the same bits; the report names
     them. One pass of the model proves it, on `inputs` (keyword arguments or arguments), or on transformers' own.
+
+    `fuse` makes norms, and MLPs with a gate, quantize what the linears behind them read, where a pass proves that
+    nothing else reads it. Their bits are then the same on every device, and not those of torch to the last one.
+    It counts where no gradients are recorded: elsewhere the modules compute as they did.
     """
     recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
     scales, data = input_scales or {}, calibration or {}
@@ -114,6 +128,9 @@ def quantize_model(
     if merge:
         found = merge_siblings(model, inputs)
         report.merged, report.apart = found.merged, found.apart
+    if fuse:
+        fusion = fuse_producers(model, inputs)
+        report.fused, report.unfused = fusion.fused, fusion.unfused
     return report
 
 

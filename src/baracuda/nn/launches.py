@@ -25,6 +25,15 @@ _is_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
+def is_plain_call(x: Tensor) -> bool:
+    """Whether a call on x may skip torch's dispatcher: no tracer, mode, transform, autocast or subclass sees it."""
+    if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _is_autocast_enabled():
+        return False
+    if transform_level() is not None or forward_ad._current_level >= 0 or x.is_neg() or x.is_meta:
+        return False
+    return not _is_batched(x)
+
+
 class Launching(Protocol):
     """A linear with launches of its own. `weight_scale`, `[N, groups]`, is among the buffers that it computes with."""
 
@@ -65,9 +74,7 @@ class Launches:
 
     def __call__(self, linear: Launching, x: Tensor) -> Tensor | None:
         """The linear of x; None where the call must take the long way."""
-        if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _is_autocast_enabled():
-            return None
-        if transform_level() is not None or forward_ad._current_level >= 0 or x.is_neg() or x.is_meta or _is_batched(x):
+        if not is_plain_call(x):
             return None
         buffers, bias = linear._buffers, linear._parameters.get("bias")
         if _is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):

@@ -26,6 +26,7 @@ from .requirements import require_computable, require_linear
 from .row_sums import RowSums
 from .siblings import Sibling, Traced
 from .state import fit_state, one_value
+from .tokens import QuantizedTokens, TokenLaunches, token_linear
 from .traced import bias_as, dynamic_linear, static_linear, traced_forward
 
 _is_traced = torch.compiler.is_dynamo_compiling
@@ -78,7 +79,7 @@ class IntegerLinear(Sibling):
         self.register_buffer("weight_factor", ones)
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
-        self._row_sums = RowSums()
+        self._row_sums, self._token_launches = RowSums(), TokenLaunches()
         # For torch.compile, which guards one string by one comparison, but every pair of modules that share an enum
         # member by an expression in Python: hundreds of them before each step of a large model.
         # For the same reason `_member` is set here: a default of the class is looked for in every base class.
@@ -149,6 +150,11 @@ class IntegerLinear(Sibling):
         if self.weight_factor is not None:
             return None  # the kernels add up the expanded weight
         return self._row_sums(self.weight, self.weight_element, self.in_features)
+
+    def _of_tokens(self, x: QuantizedTokens) -> Tensor:
+        """The linear of activations that were quantized where they were made, in the type they stand for."""
+        y = self._token_launches(self, x)
+        return token_linear(x, self.traced_tensors(), self._plain_options) if y is None else y
 
     def _bias_as(self, dtype: torch.dtype) -> Tensor | None:
         return bias_as(self.bias, dtype)
@@ -246,9 +252,11 @@ class QuantizedLinear(IntegerLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_traced():
-            return traced_forward(self, x, dynamic_linear)
+            return traced_forward(self, x, token_linear if type(x) is QuantizedTokens else dynamic_linear)
         if self._member is not None and (y := self._member.share(self, x)) is not None:
             return y
+        if type(x) is QuantizedTokens:
+            return self._of_tokens(x)
         if (y := self._launches(self, x)) is not None:
             return y
         x = under_autocast(x)
@@ -323,10 +331,14 @@ class SmoothQuantLinear(IntegerLinear):
         return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(x) is QuantizedTokens and _is_traced():
+            return traced_forward(self, x, token_linear)
         if _is_traced():
             y = traced_forward(self, x, static_linear)
         elif self._member is not None and (shared := self._member.share(self, x)) is not None:
             return shared
+        elif type(x) is QuantizedTokens:
+            return self._of_tokens(x)
         else:
             y = self._forward(x)
         return straight_through(self._in_floats(x), y) if x.requires_grad and torch.is_grad_enabled() else y

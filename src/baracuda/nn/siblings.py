@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dispatch.eager import transform_level
+from .tokens import QuantizedTokens
 
 #: How often in a row a result may go unused before siblings only watch whether they are called together again.
 PATIENCE = 3
 #: The key of a module's list of the siblings among its children.
-_HELD = "_baracuda_siblings"
+HELD = "_baracuda_siblings"
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 #: The tensors that a trace of a linear reads.
@@ -111,9 +112,11 @@ class Member(nn.Module):
         #: What a trace reads of it: its tensors.
         self.__dict__["traced"] = None if whole is None else whole.traced_tensors()
 
-    def share(self, part: Sibling, x: Tensor) -> Tensor | None:
+    def share(self, part: Sibling, x: Any) -> Tensor | None:
         """This linear's columns of what all siblings compute; None where it must compute them itself."""
-        siblings = self.siblings
+        siblings, given = self.siblings, x
+        if type(x) is QuantizedTokens:
+            x = x.q
         if type(x) is not Tensor or self.part() is not part or transform_level() is not None:
             return None
         if _is_grad_enabled() and (x.requires_grad or siblings.learns()):
@@ -132,9 +135,15 @@ class Member(nn.Module):
             return None
         entry = _Entry(x, _forget)
         entry.state, entry.waiting = state, siblings.everyone ^ self.bit
-        entry.y = whole.forward(x) if siblings.unused < PATIENCE else None
+        entry.y = whole.forward(given) if siblings.unused < PATIENCE else None
         siblings.thread.entry = entry
         return self._columns(entry.y)
+
+    def all_of(self, part: Sibling, x: Any) -> Tensor | None:
+        """What this linear, the first, and the one other compute together; None where they are computed apart."""
+        if self.count != 2 or self.bit != 1 or self.part() is not part or self.whole is None:
+            return None
+        return None if self.siblings.why_apart() is not None else self.whole.forward(x)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def facts(self) -> str | None:
@@ -195,7 +204,7 @@ class Siblings:
         for index, part in enumerate(parts):
             part.__dict__["_member"] = Member(self, part, index, start, len(parts))
             start += part.out_features
-        held = parent.__dict__.setdefault(_HELD, [])
+        held = parent.__dict__.setdefault(HELD, [])
         held.append(self)
         self.settle()
 
@@ -290,7 +299,7 @@ class Siblings:
 def _again(parent: nn.Module, names: Sequence[str], parts: list[Sibling]) -> Siblings:
     """For copies, whose parts are made before: `parent` is still being filled, the list of its siblings included."""
     made = Siblings(parent, names, parts)
-    parent.__dict__.pop(_HELD, None)  # what is being filled gets the list that this belongs to
+    parent.__dict__.pop(HELD, None)  # what is being filled gets the list that this belongs to
     return made
 
 
@@ -300,7 +309,7 @@ def _nobody() -> None:
 
 def siblings_of(module: nn.Module) -> list[Siblings]:
     """The siblings among a module's own children."""
-    return [siblings for siblings in module.__dict__.get(_HELD, ()) if siblings is not None]
+    return [siblings for siblings in module.__dict__.get(HELD, ()) if siblings is not None]
 
 
 def _version(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ So a trace calls the functions of this module, which are no methods, and reads t
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from ..functional import quantize, quantized_linear, smoothquant_linear
 from .autocast import under_autocast
 from .siblings import Member, Traced
+from .tokens import QuantizedTokens
 
 if TYPE_CHECKING:
     from .linear import IntegerLinear
@@ -35,7 +36,7 @@ def asks_siblings() -> bool:
     return _SHARED_IN_TRACES or not _is_traced()
 
 
-def traced_forward(linear: IntegerLinear, x: Tensor, compute: Callable[[Tensor, Traced, str], Tensor]) -> Tensor:
+def traced_forward(linear: IntegerLinear, x: Any, compute: Callable[[Any, Traced, str], Tensor]) -> Tensor:
     """The forward of a linear inside torch.compile: together with its siblings, or by itself."""
     member = linear._member
     if member is not None and asks_siblings() and (y := share_traced(member, x, compute)) is not None:
@@ -43,26 +44,35 @@ def traced_forward(linear: IntegerLinear, x: Tensor, compute: Callable[[Tensor, 
     return compute(x, linear.traced_tensors(), linear.traced_settings())
 
 
-def share_traced(member: Member, x: Tensor, compute: Callable[[Tensor, Traced, str], Tensor]) -> Tensor | None:
+def share_traced(member: Member, x: Any, compute: Callable[[Any, Traced, str], Tensor]) -> Tensor | None:
     """`Member.share` inside torch.compile, whose trace knows when two names are one tensor.
 
     That nothing writes to the tensor between two siblings was seen when they were merged: they are merged only where
     one pass found it unchanged.
     """
-    facts = member.facts()
-    if facts is None or (_is_grad_enabled() and x.requires_grad):
+    facts, key = member.facts(), x.q if type(x) is QuantizedTokens else x
+    if facts is None or (_is_grad_enabled() and key.requires_grad):
         return None
     token, start, size, count, settings = facts.split(" ", 4)
     known = _TRACED.pop(token, None)
-    if known is not None and known[0] is x:
+    if known is not None and known[0] is key:
         y, left = known[1], known[2] - 1
     elif member.traced is None:
         return None
     else:
         y, left = compute(x, member.traced, settings), int(count) - 1
     if left:
-        _TRACED[token] = (x, y, left)
+        _TRACED[token] = (key, y, left)
     return y.narrow(-1, int(start), int(size))
+
+
+def all_traced(member: Member, x: Any, compute: Callable[[Any, Traced, str], Tensor]) -> Tensor | None:
+    """`Member.all_of` inside torch.compile."""
+    facts = member.facts()
+    if facts is None or member.traced is None or not asks_siblings():
+        return None
+    _, start, _, count, settings = facts.split(" ", 4)
+    return compute(x, member.traced, settings) if (start, count) == ("0", "2") else None
 
 
 def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:

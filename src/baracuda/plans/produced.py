@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -59,7 +60,7 @@ class _Rows:
             **self._further(),
         )
 
-    def _further(self) -> dict[str, object]:
+    def _further(self) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -71,7 +72,7 @@ class NormDescriptor(_Rows):
     eps: float = 1e-6
     adds: bool = False
 
-    def _further(self) -> dict[str, object]:
+    def _further(self) -> dict[str, Any]:
         return {"norm": member(NormStyle, self.style, "style"), "eps": self.eps, "adds": self.adds}
 
 
@@ -82,7 +83,7 @@ class GatedDescriptor(_Rows):
     activation: Activation | ActivationName = Activation.SILU
     halves: bool = False
 
-    def _further(self) -> dict[str, object]:
+    def _further(self) -> dict[str, Any]:
         return {"nonlinearity": member(Activation, self.activation, "activation"), "halves": self.halves}
 
 

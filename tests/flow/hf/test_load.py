@@ -59,7 +59,7 @@ def test_our_integers_and_their_floats_agree(name: str, llama: tuple[torch.nn.Mo
     options, kind = SCHEMES[name]
     calibration = None if name in ("w8a8", "w4a16") else directory.parent / "tokens.safetensors"
     quantize_checkpoint(directory, tmp_path / "out", calibration=calibration, **options)
-    ours, theirs = baracuda.load(tmp_path / "out"), decompressed(model, tmp_path / "out", torch.float32)
+    ours, theirs = baracuda.load(tmp_path / "out", fuse=False), decompressed(model, tmp_path / "out", torch.float32)
     x = models.prompt()
     with torch.no_grad():
         exact, mine, yours = (m(x).logits for m in (model, ours, theirs))
@@ -77,7 +77,7 @@ def test_our_integers_and_their_floats_agree(name: str, llama: tuple[torch.nn.Mo
 def test_a_bf16_checkpoint_loads_in_its_own_type_with_f32_scales(tmp_path: Path) -> None:
     model = models.save("qwen2", tmp_path / "model", torch.bfloat16)
     quantize_checkpoint(tmp_path / "model", tmp_path / "out")
-    ours, theirs = baracuda.load(tmp_path / "out"), decompressed(model, tmp_path / "out", torch.bfloat16)
+    ours, theirs = baracuda.load(tmp_path / "out", fuse=False), decompressed(model, tmp_path / "out", torch.bfloat16)
     with torch.no_grad():
         exact, mine, yours = (m(models.prompt()).logits.float() for m in (model, ours, theirs))
     assert ours.dtype is torch.bfloat16 and mine.isfinite().all()
@@ -98,7 +98,7 @@ def test_a_checkpoint_that_does_not_name_its_type_keeps_it(tmp_path: Path) -> No
     quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     with models.transformers_alone():
         loaded = [type(model).from_pretrained(tmp_path / name, dtype="auto") for name in ("model", "out")]
-    for read in (*loaded, baracuda.load(tmp_path / "out")):
+    for read in (*loaded, baracuda.load(tmp_path / "out", fuse=False)):
         assert read.dtype is read.shared.weight.dtype is torch.bfloat16
 
 
@@ -123,10 +123,10 @@ def test_packed_experts_are_read_by_transformers_and_by_us_alike(name: str, sche
     assert verify(tmp_path / "out", tmp_path / "model") == []
     if not hasattr(transformers.quantizers.HfQuantizer, "update_weight_conversions"):
         with pytest.raises(FlowError, match=r"quantized experts need transformers 5\.8 or newer"):
-            baracuda.load(tmp_path / "out")
+            baracuda.load(tmp_path / "out", fuse=False)
         return
     assert sum(".experts." in layer["name"] for layer in report["layers"]) == 2 * 4 * 3 and not report["notes"]
-    ours, theirs = baracuda.load(tmp_path / "out"), decompressed(model, tmp_path / "out", torch.float32)
+    ours, theirs = baracuda.load(tmp_path / "out", fuse=False), decompressed(model, tmp_path / "out", torch.float32)
     with torch.no_grad():
         exact, mine, yours = (m(models.prompt()).logits for m in (model, ours, theirs))
     experts = {n: p for n, p in ours.named_parameters() if ".experts." in n}
@@ -145,7 +145,7 @@ def test_experts_that_are_ignored_stay_float_are_named_and_load(name: str, tmp_p
     left = [entry for entry in report["left"] if ".experts.0." in entry["name"]]
     assert len(left) == 6 and all("ignored on request" in entry["reason"] for entry in left)
     assert "experts stay in floating point" in report["notes"][0]
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     for key, value in ours.named_parameters():
         if ".experts." in key:
             assert torch.equal(value, model.get_parameter(key))
@@ -208,7 +208,7 @@ def test_conv1d_beside_a_linear_stays_float_and_is_named(tmp_path: Path) -> None
     reasons = {entry["name"]: entry["reason"] for entry in report["left"]}
     assert [layer["name"] for layer in report["layers"]] == ["score"] and len(reasons) == 8
     assert "Conv1D" in reasons["transformer.h.1.mlp.c_fc"] and verify(tmp_path / "out", tmp_path / "model") == []
-    ours, theirs = baracuda.load(tmp_path / "out"), decompressed(model, tmp_path / "out", torch.float32)
+    ours, theirs = baracuda.load(tmp_path / "out", fuse=False), decompressed(model, tmp_path / "out", torch.float32)
     x = models.prompt()[:1]
     with torch.no_grad():
         exact, mine, yours = (m(x).logits for m in (model, ours, theirs))
@@ -225,7 +225,7 @@ def test_a_device_that_is_not_there_is_told_before_anything_is_loaded(
 
 def test_a_float_checkpoint_is_not_loaded_as_a_quantized_one(llama: tuple[torch.nn.Module, Path]) -> None:
     with pytest.raises(FlowError, match="no quantization_config"):
-        baracuda.load(llama[1])
+        baracuda.load(llama[1], fuse=False)
 
 
 def test_another_tool_s_scheme_is_not_loaded_and_the_error_says_who_loads_it(
@@ -236,7 +236,7 @@ def test_another_tool_s_scheme_is_not_loaded_and_the_error_says_who_loads_it(
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 2
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlowError, match=r"out: .* 2-bit weights .*; load other checkpoints with transformers$"):
-        baracuda.load(tmp_path / "out")
+        baracuda.load(tmp_path / "out", fuse=False)
 
 
 @pytest.mark.parametrize("name", ["w8a8", "w8a8 static", "w4a16"])
@@ -246,7 +246,7 @@ def test_a_loaded_model_is_pickled_and_another_process_runs_it(
     _, directory = llama
     calibration = directory.parent / "tokens.safetensors" if name == "w8a8 static" else None
     quantize_checkpoint(directory, tmp_path / "out", calibration=calibration, **SCHEMES[name][0])
-    model = baracuda.load(tmp_path / "out")
+    model = baracuda.load(tmp_path / "out", fuse=False)
     with torch.no_grad():
         logits = model(models.prompt()).logits
     assert torch.equal(pickle.loads(pickle.dumps(model))(models.prompt()).logits, logits)

@@ -130,7 +130,7 @@ def test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs(
     assert stored in quantized and len(quantized) == len(linears) - len(left)
     assert all(reasons[module].startswith(reason) for module, reason in left.items())
     assert verify(tmp_path / "out", tmp_path / "model") == []
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     assert isinstance(ours.get_submodule(name), QuantizedLinear)
     assert 0 < models.relative(output(model, inputs), output(ours, inputs)) < 0.05
 
@@ -141,7 +141,7 @@ def test_transformers_reads_a_renamed_model_as_we_do(tmp_path: Path) -> None:
     quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     with models.transformers_alone():
         theirs = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     output(theirs, TOKENS)  # makes its weights float
     text = [(f"model.language_model.{n}", m) for n, m in ours.model.language_model.named_modules()]
     compared = [(path, module) for path, module in text if isinstance(module, QuantizedLinear)]
@@ -159,7 +159,7 @@ def test_smoothing_changes_the_tensors_of_a_renamed_model_under_the_names_of_the
     before, after = (read_tensors(tmp_path / d / "model.safetensors") for d in ("model", "out"))
     norm = "language_model.model.layers.0.input_layernorm.weight"
     assert report["smoothing"]["folded"] and not torch.equal(before[norm], after[norm])
-    assert models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out"), TOKENS)) < 0.05
+    assert models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out", fuse=False), TOKENS)) < 0.05
 
 
 def test_linears_that_share_their_weights_with_linears_stay_float(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_linears_that_share_their_weights_with_linears_stay_float(tmp_path: Path
     for layer in range(3):
         assert reasons[f"bbox_predictor.layers.{layer}"] == "shares its weight with another module"
     assert verify(tmp_path / "out", tmp_path / "model") == []
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     assert ours.bbox_predictor.layers[0].weight is ours.model.decoder.bbox_embed.layers[0].weight
     assert models.relative(output(model, IMAGE), output(ours, IMAGE)) < 0.05
 
@@ -211,7 +211,9 @@ def test_settings_that_look_odd_are_no_reason_to_refuse_a_model(build: Callable[
     model = models.save_built(build, tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out")
     assert verify(tmp_path / "out", tmp_path / "model") == []
-    assert 0 < models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out"), TOKENS)) < 0.05
+    assert (
+        0 < models.relative(output(model, TOKENS), output(baracuda.load(tmp_path / "out", fuse=False), TOKENS)) < 0.05
+    )
 
 
 @pytest.mark.parametrize("architectures", [None, ["NoSuchModel"]])
@@ -223,7 +225,7 @@ def test_without_a_known_architecture_the_model_below_the_heads_tells_what_is_a_
     report = quantize_checkpoint(tmp_path / "llama", tmp_path / "out", ignore="*.down_proj")
     assert len(report["layers"]) == 12 and verify(tmp_path / "out", tmp_path / "llama") == []
     with torch.no_grad():
-        before, after = model.model(**TOKENS)[0], baracuda.load(tmp_path / "out")(**TOKENS)[0]
+        before, after = model.model(**TOKENS)[0], baracuda.load(tmp_path / "out", fuse=False)(**TOKENS)[0]
     assert 0 < models.relative(before, after) < 0.05
     models.save("gpt2", tmp_path / "gpt2")
     reconfigure(tmp_path / "gpt2", architectures=architectures)
@@ -356,7 +358,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 def test_a_checkpoint_that_does_not_fill_the_model_is_not_loaded(damage: str, good: Path, tmp_path: Path) -> None:
     change, message = DAMAGES[damage]
     with pytest.raises(FlowError, match=message):
-        baracuda.load(changed(good, tmp_path / "bad", change))
+        baracuda.load(changed(good, tmp_path / "bad", change), fuse=False)
 
 
 def test_integers_for_a_linear_that_the_config_leaves_float_are_not_loaded(good: Path, tmp_path: Path) -> None:
@@ -365,14 +367,17 @@ def test_integers_for_a_linear_that_the_config_leaves_float_are_not_loaded(good:
     config["quantization_config"]["ignore"].append(UP)
     (out / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlowError, match=rf"nothing reads {UP}\.weight_scale"):
-        baracuda.load(out)
+        baracuda.load(out, fuse=False)
 
 
 def test_floats_that_no_module_reads_are_no_reason_to_refuse_a_checkpoint(good: Path, tmp_path: Path) -> None:
     head = {"old_head.weight": torch.randn(16, 64)}
     more = changed(good, tmp_path / "more", lambda tensors: tensors.update(head))
     x = models.prompt()
-    assert torch.equal(output(baracuda.load(more), {"input_ids": x}), output(baracuda.load(good), {"input_ids": x}))
+    assert torch.equal(
+        output(baracuda.load(more, fuse=False), {"input_ids": x}),
+        output(baracuda.load(good, fuse=False), {"input_ids": x}),
+    )
 
 
 def test_a_checkpoint_whose_files_are_links_is_loaded(good: Path, tmp_path: Path) -> None:
@@ -380,7 +385,7 @@ def test_a_checkpoint_whose_files_are_links_is_loaded(good: Path, tmp_path: Path
     (tmp_path / "out").mkdir()
     for path in good.iterdir():
         (tmp_path / "out" / path.name).symlink_to(path)
-    baracuda.load(tmp_path / "out")
+    baracuda.load(tmp_path / "out", fuse=False)
 
 
 @pytest.mark.parametrize("damage", ["no norm", "another shape", "another name"])

@@ -106,7 +106,7 @@ def test_packed_weights_are_loaded_and_compute_what_they_stand_for(
     model = models.save_built(build, tmp_path / "model")
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme="w4a16", group_size=16)
     assert verify(tmp_path / "out", tmp_path / "model") == []
-    before, ours = logits(model), baracuda.load(tmp_path / "out")
+    before, ours = logits(model), baracuda.load(tmp_path / "out", fuse=False)
     packed = {name: module for name, module in ours.named_modules() if isinstance(module, PackedLinear)}
     with torch.no_grad():
         for name, module in packed.items():
@@ -184,7 +184,7 @@ def test_the_report_says_what_transformers_does_not_read_of_a_checkpoint_that_we
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)
     notes = [note for note in report["notes"] if not note.startswith("Groups of 16")]
     assert len(notes) == 1 and told in notes[0]
-    baracuda.load(tmp_path / "out")
+    baracuda.load(tmp_path / "out", fuse=False)
     with models.transformers_alone():
         if fails is not None:
             with pytest.raises(fails):
@@ -206,7 +206,7 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     assert note.startswith("Groups of 16 are read by baracuda.load")
     with models.transformers_alone():
         theirs = type(model).from_pretrained(tmp_path / "out").eval()
-    assert models.relative(logits(theirs), logits(baracuda.load(tmp_path / "out"))) < 1e-5
+    assert models.relative(logits(theirs), logits(baracuda.load(tmp_path / "out", fuse=False))) < 1e-5
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
@@ -218,7 +218,7 @@ def test_a_linear_whose_input_is_cast_to_the_type_of_its_weight_stays_float(sche
     for layer in range(2):
         name = f"model.layers.{layer}.self_attn.indexer.weights_proj"
         assert reasons[name] == "the module around it casts to the type of its weight"
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     assert type(ours.model.layers[0].self_attn.indexer.weights_proj) is nn.Linear
     assert 0 < models.relative(logits(model), logits(ours)) < (0.05 if scheme == "w8a8" else 0.4)
 
@@ -270,7 +270,7 @@ def test_linears_that_are_computed_with_stay_float_and_the_model_runs(
     for name in TAKEN_APART[build]:
         assert "router" in name or reasons[name] == "the code around it computes with its weight itself"
     assert verify(tmp_path / "out", tmp_path / "model") == []
-    ours = baracuda.load(tmp_path / "out")
+    ours = baracuda.load(tmp_path / "out", fuse=False)
     for name in TAKEN_APART[build]:
         assert ours.get_submodule(name).weight.is_floating_point()
     if build is wavlm:
@@ -296,4 +296,4 @@ def test_verify_finds_integers_where_the_code_computes_with_the_weight(
     assert set(found) == TAKEN_APART[rwkv]
     assert all("the code around it computes with its weight itself" in message for message in found.values())
     with pytest.raises(FlowError, match=r"nothing reads rwkv\.blocks\.0\.attention\.output\.weight_scale"):
-        baracuda.load(tmp_path / "out")
+        baracuda.load(tmp_path / "out", fuse=False)

@@ -68,7 +68,9 @@ def test_from_pretrained_computes_our_checkpoints_in_integers(case: str, llama: 
     out = quantized(llama, tmp_path / "out", case)
     model, given = read(out), read(out, quantization_config=baracuda.BaracudaConfig())
     assert count(model, CASES[case][1]) == count(given, CASES[case][1]) == LINEARS
-    assert torch.equal(logits(model), logits(baracuda.load(out))) and torch.equal(logits(model), logits(given))
+    assert torch.equal(logits(model), logits(baracuda.load(out, fuse=False))) and torch.equal(
+        logits(model), logits(given)
+    )
 
 
 @pytest.mark.parametrize("order", ["import baracuda, transformers", "import transformers, baracuda"])
@@ -100,7 +102,7 @@ def test_a_float_model_is_quantized_while_it_is_loaded_with_the_bits_of_a_checkp
     options, kind = CASES[case]
     model = read(llama, quantization_config=baracuda.BaracudaConfig(**options))
     assert count(model, kind) == LINEARS and type(model.lm_head) is nn.Linear
-    loaded = baracuda.load(out)
+    loaded = baracuda.load(out, fuse=False)
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
     assert torch.equal(logits(model), logits(loaded))
 
@@ -128,7 +130,7 @@ def round_trip(model: Any, out: Path, llama: Path, *, strict: bool = True) -> An
 @pytest.mark.parametrize("case", CASES)
 def test_a_loaded_model_is_saved_as_it_was_read(case: str, llama: Path, tmp_path: Path) -> None:
     out = quantized(llama, tmp_path / "out", case)
-    round_trip(baracuda.load(out), tmp_path / "again", llama)
+    round_trip(baracuda.load(out, fuse=False), tmp_path / "again", llama)
     stored = {name: tensor for path in out.glob("*.safetensors") for name, tensor in read_tensors(path).items()}
     saved = read_tensors(tmp_path / "again" / "model.safetensors")
     assert saved.keys() == stored.keys() and all(torch.equal(saved[name], tensor) for name, tensor in stored.items())
@@ -175,7 +177,7 @@ def test_a_mixture_is_saved_with_float_experts(scheme: str, tmp_path: Path) -> N
     models.save("mixtral", tmp_path / "model")
     group = {"group_size": 32} if scheme == "w4a16" else {}
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **group)
-    round_trip(baracuda.load(tmp_path / "out"), tmp_path / "again", tmp_path / "model", strict=False)
+    round_trip(baracuda.load(tmp_path / "out", fuse=False), tmp_path / "again", tmp_path / "model", strict=False)
 
 
 def test_what_no_reader_reads_is_not_saved(llama: Path, tmp_path: Path) -> None:
@@ -198,10 +200,10 @@ def test_a_file_of_another_shape_is_not_read(llama: Path, tmp_path: Path) -> Non
 
 def test_load_passes_further_options_on(llama: Path, tmp_path: Path) -> None:
     out = quantized(llama, tmp_path / "out", "w8a8")
-    model = baracuda.load(out, dtype=torch.bfloat16, attn_implementation="eager")
+    model = baracuda.load(out, dtype=torch.bfloat16, attn_implementation="eager", fuse=False)
     assert model.dtype is torch.bfloat16 and model.config._attn_implementation == "eager"
     with pytest.raises(FlowError, match="expected device or device_map, got both"):
-        baracuda.load(out, device="cpu", device_map="auto")
+        baracuda.load(out, device="cpu", device_map="auto", fuse=False)
 
 
 # -- trained scales ----------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ def test_trained_scales_of_four_bits_are_the_ones_that_are_saved(llama: Path, tm
     scale = stored["model.layers.0.mlp.down_proj.weight_scale"]
     assert torch.equal(scale, linear.weight_fake_quantize.scale.detach().reshape(-1, 1).expand(-1, 96 // 32))
     assert isinstance(linear, baracuda.nn.QATLinear), "the model stays as it was"
-    assert models.relative(logits(model), logits(baracuda.load(tmp_path / "out"))) < 0.05
+    assert models.relative(logits(model), logits(baracuda.load(tmp_path / "out", fuse=False))) < 0.05
 
 
 @pytest.mark.parametrize("static", [False, True])
@@ -251,7 +253,7 @@ def test_trained_scales_are_the_ones_that_are_saved(static: bool, llama: Path, t
         stored_input = stored["model.layers.0.mlp.down_proj.input_scale"]
         assert torch.equal(stored_input.flatten(), linear.activation_fake_quantize.scale.detach().flatten())
     assert isinstance(linear, baracuda.nn.QATLinear), "the model stays as it was"
-    assert models.relative(logits(model), logits(baracuda.load(tmp_path / "out"))) < 0.02
+    assert models.relative(logits(model), logits(baracuda.load(tmp_path / "out", fuse=False))) < 0.02
 
 
 def test_a_scale_that_training_has_turned_over_is_not_saved(llama: Path, tmp_path: Path) -> None:

@@ -176,11 +176,11 @@ def test_w4a8_is_loaded_as_integer_linears_with_group_factors(
 ) -> None:
     calibration = data if method == "gptq" else None
     report = quantize(llama, tmp_path / "out", data, "w4a8", method=method, calibration=calibration, evaluation=data)
-    loaded = baracuda.load(tmp_path / "out")
+    loaded = baracuda.load(tmp_path / "out", fuse=False)
     linear = loaded.model.layers[0].mlp.up_proj
     assert isinstance(linear, QuantizedLinear) and linear.weight_group == 32
     assert int(linear.weight_factor.max()) > 1
-    apart, prompt = baracuda.load(tmp_path / "out", merge=False), models.prompt()
+    apart, prompt = baracuda.load(tmp_path / "out", merge=False, fuse=False), models.prompt()
     with torch.no_grad():
         assert torch.equal(loaded(prompt)[0], apart(prompt)[0])
     assert report["evaluation"]["kl"] < 0.01

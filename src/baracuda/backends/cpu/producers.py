@@ -45,7 +45,7 @@ def bind(p: Problem) -> Launch:
         if adds and addend is not None:
             added, total = (addend.data_ptr(), pitch(addend)), cast(Tensor, operands[total_at]).data_ptr()
         threads = 1 if small else torch.get_num_threads()
-        run(x.data_ptr(), pitch(x), *added, *_row(weight), *_row(bias), total, *target(operands), threads)
+        run(x.data_ptr(), pitch(x), *added, *_row(weight), *_row(bias), total, *target(operands), threads)  # type: ignore[arg-type]
 
     def gated(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
         gate, up = cast("tuple[Tensor, Tensor]", operands[:2])
@@ -55,7 +55,7 @@ def bind(p: Problem) -> Launch:
             both = (address, across, address + width * gate.element_size(), across)
         else:
             both = (gate.data_ptr(), pitch(gate), up.data_ptr(), pitch(up))
-        run(*both, 0, F32, 0, F32, 0, *target(operands), 1 if small else torch.get_num_threads())
+        run(*both, 0, F32, 0, F32, 0, *target(operands), 1 if small else torch.get_num_threads())  # type: ignore[arg-type]
 
     adds, halves, width = p.adds, p.halves, p.shape[-1]
     total_at = next((i for i, operand in enumerate(OPS[p.op].operands) if operand.name == "sum_out"), 0)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...core.errors import BaracudaError
+from ...models.fuse import fuse_producers
 from ...models.merge import merge_siblings
 from ...plans.plan import resolve_device
 from ..checkpoint.check import require_stored
@@ -27,6 +28,7 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     merge: bool = True,
+    fuse: bool = True,
     device_map: Any = None,
     **options: Any,
 ) -> Any:
@@ -36,6 +38,8 @@ def load(
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
+    `fuse` makes norms and gated MLPs quantize what they make, where linears alone read it; their last bits are then not
+    those of torch, and `baracuda.models.fuse_producers(model)` says which they are.
     `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
     transformers' `from_pretrained`.
     """
@@ -65,6 +69,8 @@ def load(
     model = model.eval()
     if merge:
         merge_siblings(model)
+    if fuse:
+        fuse_producers(model)
     return model
 
 

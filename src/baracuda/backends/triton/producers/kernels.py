@@ -16,12 +16,12 @@ import triton.language as tl
 from ....core import types
 from ..dynamic.extremes import Region, columns_of, extremes, further, load_parts, span_of
 from ..dynamic.kernels import Dynamic, quantize_parts, settle
-from ..elementwise.kernels import FAR, NEVER, PLAIN, Elementwise, Segment, divides, finish_tile
+from ..elementwise.kernels import NEVER, Elementwise, Segment, divides, finish_tile
 from ..numerics.conversions import INTERPRETED, load_scale, load_zero_point, narrow, widen
 from ..numerics.division import invert
 from ..numerics.indices import Place, as_offset, loop_bound
 from ..numerics.nonlinearity import nonlinear
-from ..numerics.rounding import awkward
+from ..numerics.rounding import FAR, PLAIN, awkward
 from ..pdl import wait_for_previous
 
 LANES = tl.constexpr(types.SUM_LANES)

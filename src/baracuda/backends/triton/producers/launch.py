@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -11,14 +10,14 @@ import torch
 
 from ....core.optable import OPS, UNQUANTIZED
 from ....core.problem import GATED, Problem, floats_problem, quantization_problem
-from ....core.scope import PerToken, View
+from ....core.scope import View
 from ....core.types import ElementKind
 from ...registry import Launch
 from .. import tune as common
 from ..dynamic import launch as ranges
 from ..dynamic.kernels import Scan
 from ..elementwise.kernels import QUANTIZE, Elementwise
-from ..elementwise.launch import bound_forward, elementwise_step, mask, pairs_line_up, quantizer, together
+from ..elementwise.launch import bound_forward, elementwise_step, mask, pairs_line_up, quantizer
 from ..elementwise.launch import packed as packed_pairs
 from ..launch import Build, Step, in_turn
 from ..numerics.packing import Storage
@@ -100,11 +99,13 @@ def _made(problem: Problem, tile: Tile) -> Made:
     if problem.op not in UNQUANTIZED:
         return Made()
     after = quantization_problem(problem)
+    pairs, width = packed_pairs(after), problem.shape[-1]
+    # Lines are rows here, also where the canonical view of the problem sees them otherwise.
+    each = max(min(tile.vector or 1, tile.columns, 8 if pairs else 4, width & -width), 2 if pairs else 1)
     if OPS[problem.op].dynamic:
-        return Made(dynamic=ranges.dynamic_rule(after, tile))
-    pairs = packed_pairs(after)
-    storage = Storage(pairs, together(_rows_alone(problem), tile, bool(pairs)))
-    return Made(static=Elementwise(int(QUANTIZE.value), quantizer(after), storage, tile))
+        rule = ranges.dynamic_rule(after, tile)
+        return Made(dynamic=rule._replace(storage=Storage(pairs, min(rule.storage.each, each))))
+    return Made(static=Elementwise(int(QUANTIZE.value), quantizer(after), Storage(pairs, each), tile))
 
 
 def _floats(problem: Problem, device: torch.device, inputs: tuple[Source, ...], out: Source) -> Launch:
@@ -181,11 +182,6 @@ def _start(problem: Problem) -> int:
 
 def _wide(problem: Problem) -> bool:
     return prod(problem.shape) >= 2**30 - 2**20  # twice as many in a gate with both halves
-
-
-def _rows_alone(problem: Problem) -> Problem:
-    """The quantization with a line for each row, as the kernel stores it, whatever shares a scale."""
-    return replace(quantization_problem(problem), shape=(2, problem.shape[-1]), scope=PerToken())
 
 
 def _pdl(problem: Problem, programs: int, device: torch.device) -> bool:

@@ -1,0 +1,270 @@
+"""Modules that hand quantized values on: a norm, and a gated MLP, quantize where they make what a linear reads.
+
+They take the place of a model's own modules and keep their children, parameters and names. What they hand on is
+`QuantizedTokens`, which is no tensor: code that would read it as floats raises instead of going wrong. Where a call is
+out of the ordinary (gradients, autocast, training), the module they stand for computes as it always did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..core.types import Arithmetic, DynamicRangeMode, QuantizeKind
+from ..dispatch.eager import cached_plan
+from ..dispatch.options import gated_spec, norm_spec, quantized_spec
+from ..functional import gated_quantize, norm_quantize
+from ..plans.plan import SelectedPlan
+from .launches import KEPT, is_plain_call
+from .linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear
+from .siblings import HELD
+from .tokens import QuantizedTokens, token_linear
+from .traced import all_traced, dynamic_linear, static_linear
+
+_is_traced = torch.compiler.is_dynamo_compiling
+_is_grad_enabled = torch.is_grad_enabled
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+#: Where a linear is held, under which name, and the linear.
+Reader = tuple[dict[str, Any], str, IntegerLinear]
+
+
+class _Quantizer:
+    """How the linears that read a value want it quantized: per token, or by the static scale that they hold."""
+
+    def __init__(self, linear: IntegerLinear) -> None:
+        self.static = isinstance(linear, SmoothQuantLinear)
+        self.mode, self.kind = linear.mode.value, linear.activation.value
+        self.q_min, self.q_max = linear.q_min, linear.q_max
+        #: The table of the linear, not its tensors: those are assigned anew where a model is moved or loaded.
+        self.buffers: dict[str, Any] | None = linear._buffers if self.static else None
+
+    def options(self) -> tuple[Any, ...]:
+        return self.static, self.mode, self.kind, self.q_min, self.q_max
+
+    def scales(self) -> tuple[Tensor | None, Tensor | None]:
+        if self.buffers is None:
+            return None, None
+        zero_point = self.buffers["input_zero_point"]
+        return self.buffers["input_scale"].view(()), None if zero_point is None else zero_point.view(())
+
+
+def why_not_quantized_for(linear: object) -> str | None:
+    """Why a linear cannot be given quantized tokens; None where it can."""
+    if not isinstance(linear, QuantizedLinear | SmoothQuantLinear):
+        return f"a {type(linear).__name__} reads it"
+    if isinstance(linear, QuantizedLinear) and linear.mode is not DynamicRangeMode.SYMMETRIC:
+        return "a linear that reads it has asymmetric activations, whose zero points differ from row to row"
+    return None
+
+
+def same_quantization(a: IntegerLinear, b: IntegerLinear) -> bool:
+    """Whether two linears read the same integers."""
+    one, other = _Quantizer(a), _Quantizer(b)
+    if one.options() != other.options():
+        return False
+    return all(
+        (s is None and t is None) or (s is not None and t is not None and torch.equal(s, t))
+        for s, t in zip(one.scales(), other.scales(), strict=True)
+    )
+
+
+class FusedNorm(nn.Module):
+    """A norm whose rows leave it quantized, for the linears that read them.
+
+    `original` is the norm it stands for: its parameters are this module's own, and it computes where floats are asked
+    for. The sums have the order of `baracuda.rms_norm`, so the bits are not those of the original.
+    """
+
+    def __init__(self, original: nn.Module, style: str, eps: float, readers: Sequence[Reader]) -> None:
+        super().__init__()
+        # One table for both modules: whatever moves or loads one of them, moves or loads the other.
+        self.__dict__["_parameters"] = original._parameters
+        self.__dict__["original"] = original
+        self.style, self.eps, self.quantizer = style, eps, _Quantizer(readers[0][2])
+        self.readers = list(readers)
+        self.training = original.training
+        self._plans: dict[Any, tuple[SelectedPlan, tuple[int, int]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def forward(self, x: Tensor) -> Any:
+        if _is_traced():
+            return self._traced(x)
+        if not is_plain_call(x) or x.dtype not in _FLOATS:
+            return self.original(x) if _needs_floats(x) else self._traced(x)
+        if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._read_by_linears():
+            return self.original(x)
+        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
+        found = self._plans.get((x.shape, x.dtype, x.device))
+        if found is None:
+            found = self._find(x)
+        plan, shape = found
+        inputs = (x if x.ndim == 2 else x.reshape(shape), None, weight, bias)
+        return _handed_on(plan, inputs, x, self.quantizer)
+
+    def _find(self, x: Tensor) -> tuple[SelectedPlan, tuple[int, int]]:
+        spec, op = norm_spec(x.dtype, self.style, self.eps, False), QuantizeKind.NORM_DYNAMIC_QUANTIZE
+        shape = prod(x.shape[:-1]), x.shape[-1]
+        plan = _plan(op, QuantizeKind.NORM_QUANTIZE, spec, self.quantizer, shape, x.device)
+        if len(self._plans) >= KEPT:
+            self._plans.clear()
+        found = self._plans[x.shape, x.dtype, x.device] = plan, shape
+        return found
+
+    def _read_by_linears(self) -> bool:
+        """Whether the linears are still where they were: an adapter in the place of one reads floats."""
+        return all(modules.get(name) is linear and not _watched(linear) for modules, name, linear in self.readers)
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _known_readers(self) -> bool:
+        """The same while a trace is made, which then holds for its code."""
+        return self._read_by_linears()
+
+    def _learns(self) -> bool:
+        return any(p is not None and p.requires_grad for p in self._parameters.values())
+
+    def _traced(self, x: Tensor) -> Any:
+        if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._known_readers():
+            return self.original(x)
+        _, mode, kind, low, high = self.quantizer.options()
+        scale, zero_point = self.quantizer.scales()
+        made = norm_quantize(
+            x, self._parameters.get("weight"), self.eps, scale, zero_point, style=self.style,
+            bias=self._parameters.get("bias"), mode=mode, dtype=kind, q_min=low, q_max=high,
+        )  # fmt: skip
+        return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, x.dtype)
+
+    def extra_repr(self) -> str:
+        how = "by the linears' scale" if self.quantizer.static else "per token"
+        return f"{type(self.original).__name__}, style={self.style}, eps={self.eps}, quantized {how}"
+
+
+class FusedMLP(nn.Module):
+    """down(act(gate(x)) * up(x)), its product quantized where it is made.
+
+    `original` is the module it stands for: its children are this module's own, and it computes where gradients or
+    autocast ask for floats.
+    """
+
+    def __init__(self, original: nn.Module, gate: str, up: str, down: str, activation: str) -> None:
+        super().__init__()
+        self.__dict__["_modules"] = original._modules
+        self.__dict__["original"] = original
+        if HELD in original.__dict__:  # which of the children are computed as one
+            self.__dict__[HELD] = original.__dict__[HELD]
+        self.names, self.activation = (gate, up, down), activation
+        self.quantizer = _Quantizer(cast(IntegerLinear, original._modules[down]))
+        self.training = original.training
+        self._plans: dict[Any, tuple[SelectedPlan, tuple[int, int]]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_plans": {}}
+
+    def forward(self, x: Any) -> Any:
+        floats = x.q if type(x) is QuantizedTokens else x
+        gate_name, up_name, down_name = self.names
+        modules = self._modules
+        if not self._whole():
+            return self.original(x)
+        gate, down = cast(IntegerLinear, modules[gate_name]), cast(IntegerLinear, modules[down_name])
+        if type(x) is not QuantizedTokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
+            return self.original(x)
+        if _is_grad_enabled() and (_learns(gate) or _learns(modules[up_name]) or _learns(down)):
+            return self.original(x)
+        both = None
+        if (member := gate._member) is not None:
+            both = all_traced(member, x, _compute_of(gate, x)) if _is_traced() else member.all_of(gate, x)
+        inputs = (gate(x), modules[up_name](x)) if both is None else (both, None)  # type: ignore[misc]
+        traced = _is_traced() or not is_plain_call(floats)
+        return down(self._product(inputs, traced))
+
+    def _whole(self) -> bool:
+        """Whether the linears are what they were: an adapter in the place of one reads floats."""
+        return all(isinstance(self._modules[name], IntegerLinear) for name in self.names) and not _watched(
+            self._modules[self.names[2]]
+        )
+
+    def _product(self, inputs: tuple[Tensor, Tensor | None], traced: bool) -> QuantizedTokens:
+        gate, up = inputs
+        _, mode, kind, low, high = self.quantizer.options()
+        if traced or not is_plain_call(gate):
+            scale, zero_point = self.quantizer.scales()
+            made = gated_quantize(
+                gate, up, scale, zero_point, activation=self.activation, mode=mode, dtype=kind, q_min=low, q_max=high
+            )
+            return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, gate.dtype)
+        key = gate.shape, gate.dtype, gate.device, up is None
+        found = self._plans.get(key)
+        if found is None:
+            width = gate.shape[-1] // 2 if up is None else gate.shape[-1]
+            spec, shape = gated_spec(gate.dtype, self.activation, up is None), (prod(gate.shape[:-1]), width)
+            op = QuantizeKind.GATED_DYNAMIC_QUANTIZE
+            if len(self._plans) >= KEPT:
+                self._plans.clear()
+            plan = _plan(op, QuantizeKind.GATED_QUANTIZE, spec, self.quantizer, shape, gate.device)
+            found = self._plans[key] = plan, shape
+        plan, (rows, _) = found
+        if gate.ndim != 2:
+            shape = gate.shape
+            matrix = gate.reshape(rows, shape[-1]), None if up is None else up.reshape(rows, shape[-1])
+        else:
+            shape, matrix = gate.shape, (gate, up)
+        return _handed_on(plan, matrix, gate, self.quantizer)
+
+    def extra_repr(self) -> str:
+        return f"{type(self.original).__name__} with {self.activation}, its product quantized where it is made"
+
+
+def _plan(
+    dynamic: QuantizeKind,
+    static: QuantizeKind,
+    floats: Any,
+    quantizer: _Quantizer,
+    shape: tuple[int, int],
+    device: torch.device,
+) -> SelectedPlan:
+    is_static, mode, kind, low, high = quantizer.options()
+    spec = quantized_spec(floats, is_static, mode, kind, low, high, None, False, Arithmetic.DIVIDE)
+    return cached_plan(device, static if is_static else dynamic, shape, spec)
+
+
+def _handed_on(plan: SelectedPlan, inputs: tuple[Any, ...], like: Tensor, quantizer: _Quantizer) -> QuantizedTokens:
+    """Run the plan; what it makes has the leading axes of `like`."""
+    if quantizer.static:
+        scale, zero_point = quantizer.scales()
+        stored = None if zero_point is None else zero_point.to(torch.int32)
+        q = plan.compute((*inputs, scale, stored))[-1]
+        return QuantizedTokens(_as_like(q, like), cast(Tensor, scale).view(1), zero_point, like.dtype)
+    *_, scale, _, q = plan.compute(inputs)
+    return QuantizedTokens(_as_like(q, like), scale, None, like.dtype)
+
+
+def _as_like(q: Tensor, like: Tensor) -> Tensor:
+    return q if like.ndim == 2 else q.view(*like.shape[:-1], q.shape[-1])
+
+
+def _compute_of(linear: IntegerLinear, x: Any) -> Any:
+    """What a trace computes a linear with."""
+    if type(x) is QuantizedTokens:
+        return token_linear
+    return static_linear if isinstance(linear, SmoothQuantLinear) else dynamic_linear
+
+
+def _watched(module: Any) -> bool:
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
+def _learns(module: Any) -> bool:
+    return any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
+def _needs_floats(x: Any) -> bool:
+    """Whether a call must not be quantized here: autocast decides a type for each linear by itself."""
+    return not isinstance(x, Tensor) or x.dtype not in _FLOATS or torch._C._is_any_autocast_enabled()
