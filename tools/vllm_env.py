@@ -96,7 +96,7 @@ def install_baracuda() -> bool:
         print(f"expected baracuda to be installed for {sys.executable}: run `make vllm`", file=sys.stderr)
         return False
     target = Path(sysconfig.get_path("purelib", vars={"base": str(FOLDER), "platbase": str(FOLDER)}))
-    for folder in (target / "baracuda", *target.glob("baracuda-*.dist-info")):
+    for folder in target.glob("baracuda*"):  # what an older build has left
         shutil.rmtree(folder, ignore_errors=True)
     for file in files:
         if not file.parts[0].startswith(".."):  # which are scripts, for another interpreter

@@ -35,7 +35,18 @@ def test_a_version_outside_says_what_to_install() -> None:
         "expected transformers>=5.0,<6, got transformers 4.57.6: pip install 'transformers>=5.0,<6'"
     )
     assert why_unfit("transformers", "6.0.0") is not None
-    assert why_unfit("torch", "2.9.1") is not None and why_unfit("torch", "2.10.0+cpu") is None
+    assert why_unfit("torch", "2.10.1") is not None and why_unfit("torch", "2.11.0+cpu") is None
+
+
+def test_an_unfit_torch_is_refused_on_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from baracuda.core.versions import require_torch
+
+    require_torch()
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    with pytest.raises(ImportError, match=r"expected torch>=2\.11, got torch 2\.9\.1\+cu128: pip install"):
+        require_torch()
 
 
 def test_an_unfit_transformers_is_refused_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

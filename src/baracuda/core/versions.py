@@ -6,9 +6,17 @@ import re
 
 #: Package -> the first version that works, and the first that is not known to.
 RANGES: dict[str, tuple[tuple[int, int], tuple[int, int] | None]] = {
-    "torch": ((2, 10), None),
+    "torch": ((2, 11), None),
     "transformers": ((5, 0), (6, 0)),
 }
+
+
+def require_torch() -> None:
+    """Raise where torch is older than what this package was tested with: it would fail later, in other words."""
+    import torch
+
+    if (unfit := why_unfit("torch", torch.__version__)) is not None:
+        raise ImportError(f"baracuda: {unfit}")
 
 
 def why_unfit(package: str, version: str) -> str | None:

@@ -158,6 +158,16 @@ def test_experts_that_are_ignored_stay_float_are_named_and_load(name: str, tmp_p
         assert "model.layers.0.mlp.experts.down_proj" in loading["missing_keys"], "transformers reads them now: say so"
 
 
+def test_a_mixture_is_loaded_in_another_type(tmp_path: Path) -> None:
+    """Its router has another name in the file than in the model; some versions of transformers leave that in f32."""
+    models.save("mixtral", tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out", ignore=["*.experts.*"], allow_float=True)
+    model = baracuda.load(tmp_path / "out", dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        assert model(models.prompt()).logits.isfinite().all()
+
+
 def test_a_recipe_that_tells_experts_apart_is_refused(tmp_path: Path) -> None:
     models.save("mixtral", tmp_path / "model")
     recipe = tmp_path / "recipe.toml"

@@ -128,6 +128,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             if not any(matches(pattern, name) for pattern in ignore):
                 model.set_submodule(name, quantized_linear(module, recipe.of(name).scheme, module.weight.dtype))
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+        self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> nn.Module:
         """Quantize a model loaded as floats; check the shapes of others, as transformers does not."""
@@ -140,6 +141,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             quantize_loaded(model, config.recipe(), config.ignore)
             return make_ready(model)
+        self._cast(model)
         for name, tensor in model.state_dict().items():
             if tensor.shape == self.shapes.get(name, tensor.shape):
                 continue
@@ -152,6 +154,15 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         computing = make_ready(model)
         self.shapes = {name: tensor.shape for name, tensor in computing.state_dict().items()}
         return computing
+
+    def _cast(self, model: nn.Module) -> None:
+        """Give floats the type of the model. Some versions of transformers leave renamed ones in that of the file."""
+        names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        kept = {part for name in names for part in getattr(model, name, None) or ()}
+        for name, parameter in model.named_parameters():
+            wanted = self.dtypes.get(name, parameter.dtype)
+            if parameter.is_floating_point() and parameter.dtype is not wanted and not kept & set(name.split(".")):
+                parameter.data = parameter.data.to(wanted)
 
     def is_serializable(self) -> bool:
         return True
