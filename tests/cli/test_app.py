@@ -254,13 +254,14 @@ def test_the_demo_quantizes_a_model_end_to_end(tmp_path: Path) -> None:
     report = tmp_path / "demo" / "smoothquant-static" / "baracuda_report.html"
     assert report.exists() and str(report) in done.output
     assert done.output.count("so an outlier") == 5  # what the model learned, said by all five
-    talk = run.invoke(app, ["chat", str(tmp_path / "demo" / "w4a16"), "-p", "a token has", "--max-tokens", "6"])
-    assert talk.exit_code == 0 and talk.stdout == "a scale of its own,\n" and "6 tokens in" in talk.stderr
+    said = run.invoke(app, ["chat", str(tmp_path / "demo" / "w4a16"), "-p", "a token has", "--max-tokens", "6"])
+    assert said.exit_code == 0 and said.stdout == "a scale of its own,\n" and "6 tokens in" in said.stderr
     before = sorted((tmp_path / "demo").rglob("*"))
     again = run.invoke(app, ["demo", "--output", str(tmp_path / "demo")])
     assert again.exit_code == 2 and "expected an empty or a new folder" in again.output
     assert sorted((tmp_path / "demo").rglob("*")) == before
-    talked = run.invoke(app, ["chat", str(tmp_path / "demo" / "model"), "--json"], input="a token has\n\nround to\n")
+    talk = ["chat", str(tmp_path / "demo" / "model"), "--json", "--max-tokens", "4"]
+    talked = run.invoke(app, talk, input="a token has\n\nround to\n")
     first, second = (json.loads(part) for part in re.split(r"(?<=\n})\n", talked.stdout.strip()))
     assert first["prompt"] == "a token has" and second["text"].startswith("even, clamp")
 
