@@ -57,7 +57,8 @@ def preview(
 def average_bits(layers: list[dict[str, Any]]) -> float:
     """Bits a weight of the quantized Linears takes in the files, scales included."""
     stored = sum(int(layer["bytes_after"]) for layer in layers)
-    return 8 * stored / sum(math.prod(layer["shape"]) for layer in layers)
+    parameters = sum(int(math.prod(layer["shape"])) for layer in layers)
+    return 8 * stored / parameters
 
 
 def stored_bytes(choice: Choice, module: str, entry: Entry) -> int:

@@ -88,15 +88,15 @@ class Sensitivity:
         for first in range(0, len(rows), size):
             part = rows[first : first + size]
             hidden: list[Tensor] = []
-            with self._recording(hidden if first == 0 else None):
+            with self._recording(hidden, self.blocks if first == 0 else []):
                 exact = functional.log_softmax(self._logits(part), -1)
             yield Batch(part, exact, hidden)
 
     @contextmanager
-    def _recording(self, hidden: list[Tensor] | None) -> Iterator[None]:
+    def _recording(self, hidden: list[Tensor], blocks: list[str]) -> Iterator[None]:
         """Within, a forward notes what each block reads."""
         with ExitStack() as stack:
-            for name in self.blocks if hidden is not None else []:
+            for name in blocks:
                 block = self.model.get_submodule(name)
                 handle = block.register_forward_pre_hook(lambda module, args: hidden.append(args[0]))
                 stack.callback(handle.remove)
