@@ -41,7 +41,7 @@ def quantize(
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
     ] = "dynamic",
-    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")] = None,
+    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl, .parquet) or tokens.")] = None,
     evaluate: Annotated[
         Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
     ] = None,

@@ -15,7 +15,7 @@ from baracuda.flow.checkpoint.tensorfile import write_tensors
 from baracuda.flow.hf.skeleton import quiet
 from baracuda.flow.run.calibrate import _input_scales
 from baracuda.flow.run.changes import Changes
-from baracuda.flow.run.data import read_sequences
+from baracuda.flow.run.data import read_sequences, require_data
 from baracuda.flow.transforms.folds import Folds
 from baracuda.flow.transforms.smooth import Smoothing
 from baracuda.flow.transforms.trace import Value
@@ -237,3 +237,21 @@ def test_a_classifier_is_evaluated_by_its_logits(tmp_path: Path) -> None:
     data = models.tokens(tmp_path / "tokens.safetensors")
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", evaluation=data)
     assert 0.99 < report["evaluation"]["cosine"]["min"] <= report["evaluation"]["cosine"]["mean"] < 1
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.int32, torch.uint8, torch.int64], ids=str)
+def test_tokens_of_any_integer_type_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.safetensors"
+    write_tensors(path, {"a": torch.arange(24).view(2, 12).to(dtype), "b": torch.arange(5).to(dtype)})
+    require_data(path)
+    read = read_sequences(path, tmp_path, samples=9, length=8, blocks=True)
+    assert [row.tolist() for row in read][1:4] == [[8, 9, 10, 11], [*range(12, 20)], [20, 21, 22, 23]]
+    assert read[-1].tolist() == [0, 1, 2, 3, 4] and all(row.dtype is torch.int64 for row in read)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.float32], ids=str)
+def test_other_types_are_refused_in_words(dtype: torch.dtype, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.safetensors"
+    write_tensors(path, {"a": torch.ones(4).to(dtype)})
+    with pytest.raises(FlowError, match=f"integers of up to 32 bits or int64, got {dtype}"):
+        require_data(path)

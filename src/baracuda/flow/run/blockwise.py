@@ -55,7 +55,9 @@ class Blockwise:
     def run(self) -> None:
         """Quantize the blocks; afterwards the changes name the file that holds each of their linears."""
         model = float_model(self.source.directory, self.device)
-        sequences = read_for(model, self.source.directory, self.data, self.options, "calibration", self.device)
+        sequences = read_for(
+            model, self.source.directory, self.data, self.options, "calibration", self.device, self.progress
+        )
         self._change(model)
         names = {self.structure.modules.get(module, module): module for module in self.structure.linears.values()}
         linears = {n: m for n, m in names.items() if self._is_linear(model, n)}

@@ -41,7 +41,7 @@ def calibrate(
 ) -> Changes:
     """What the data says about the model: the same on every rank."""
     model = float_model(source.directory, device)
-    sequences = read_for(model, source.directory, data, options, "calibration", device)
+    sequences = read_for(model, source.directory, data, options, "calibration", device, progress)
     names = {f"{structure.modules.get(module, module)}.weight": module for module in structure.linears.values()}
     folds = analyse(model, set(names), device)
     groups, keep_rows = list(folds.inputs.values()), plan.smooth and options.alpha == "auto"

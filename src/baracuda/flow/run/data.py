@@ -4,50 +4,99 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checkpoint.tensorfile import TensorFile
-from ..errors import FlowError, shown
+from ..errors import FlowError
 from ..hf.forward import float_model, generates, require_readable, tokenizer
-from .options import Options
+from .options import Options, Progress
+from .texts import SUFFIXES as TEXTS
+from .texts import Chat, Piece, read_pieces, require_texts
 
 #: Sequences of one length that go through the model together. Fixed, so that the ranks of a team see the same batches.
 BATCH = 8
 #: What calibration and evaluation read.
-SUFFIXES = (".txt", ".jsonl", ".safetensors")
+SUFFIXES = (*TEXTS, ".safetensors")
+#: Types of token numbers. Numbers of 64 bits without a sign have no use, and torch computes little with them.
+TOKEN_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+#: Bytes of a file of tokens that are checked at once.
+CHUNK = 1 << 22
 #: A file of texts or tokens, or the texts themselves.
 Data = str | Path | list[str] | tuple[str, ...]
 
 
-def read_sequences(path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool) -> list[Tensor]:
-    """Token sequences from a .txt (a sample a line), .jsonl ({"text": ...} a line) or .safetensors file of tokens.
+def read_sequences(
+    path: Path, model_dir: Path, *, samples: int, length: int, blocks: bool, read: Callable[[int], None] | None = None
+) -> list[Tensor]:
+    """Token sequences from a file of texts or tokens: no more of it is read, tokenized or kept than they need.
 
-    With `blocks`, texts are joined and cut into blocks of `length`, as for models that predict the next token. Without,
-    each text gives its first `length` tokens. Rows of tokens are cut in the same two ways, but never joined.
+    Texts come from .txt (a sample a line), .jsonl or .parquet ({"text": ...} or {"messages": [...]}, a chat). With
+    `blocks`, texts are joined and cut into blocks of `length`, as for models that predict the next token. Without, each
+    text gives its first `length` tokens. Rows of tokens are cut in the same two ways, but never joined. `read` is
+    called with the number of tokens as they are read.
     """
     if path.suffix == ".safetensors":
-        rows = _read_tokens(path)
-        return [part for row in rows for part in (_blocks(row, length) if blocks else [row[:length]])][:samples]
-    texts = _read_texts(path)
-    encode = tokenizer(model_dir)
+        return _token_sequences(path, samples, length, blocks)
+    read, encode = read or (lambda count: None), Encoder(model_dir)
     if not blocks:
-        texts = texts[:samples]
-        return [torch.tensor(encode(text, truncation=True, max_length=length)["input_ids"]) for text in texts]
-    tokens: list[int] = []
-    for text in texts:
-        tokens += encode(text + "\n")["input_ids"]
+        texts = islice((piece for piece in read_pieces(path) if piece.begins), samples)
+        return [torch.tensor(encode(piece, limit=length)) for piece in texts]
+    tokens = array("q")
+    for piece in read_pieces(path):
+        made = encode(piece)
+        tokens.extend(made)
+        read(len(made))
         if len(tokens) >= samples * length:
             break
-    cut = [torch.tensor(tokens[i : i + length]) for i in range(0, len(tokens), length)]
-    long_enough = [block for block in cut if len(block) > 1][:samples]
+    whole = torch.frombuffer(tokens, dtype=torch.int64) if tokens else torch.empty(0, dtype=torch.int64)
+    cut = [whole[i : i + length].clone() for i in range(0, min(len(whole), samples * length), length)]
+    long_enough = [block for block in cut if len(block) > 1]
     if not long_enough:
         raise FlowError(f"{path}: expected texts of at least 2 tokens, got {len(tokens)}; give more text")
     return long_enough
+
+
+class Encoder:
+    """A model's tokenizer, for texts that come in pieces and for chats."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.directory, self.tokenizer = model_dir, tokenizer(model_dir)
+
+    def __call__(self, piece: Piece, limit: int | None = None) -> list[int]:
+        """The tokens of a piece, or the first of a text up to `limit`; a text that is joined to others ends a line."""
+        options: dict[str, Any] = {} if limit is None else {"truncation": True, "max_length": limit}
+        text = piece.text
+        if piece.messages is not None:
+            text = self._chat(piece.messages)
+            options["add_special_tokens"] = False  # the template has them
+        elif not piece.begins:
+            options["add_special_tokens"] = False
+        if limit is None and piece.ends:
+            text += "\n"
+        found: list[int] = self.tokenizer(text, **options)["input_ids"]
+        return found
+
+    def _chat(self, messages: Chat) -> str:
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise FlowError(
+                f"{self.directory}: its tokenizer has no chat template, so messages cannot be read; give records with "
+                "a text instead"
+            )
+        try:
+            made: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception as error:  # a template is a program and can fail in any way
+            raise FlowError(
+                f"{self.directory}: its chat template refuses {str(messages)[:80]}: {error}; correct the messages"
+            ) from None
+        return made
 
 
 @contextmanager
@@ -68,11 +117,13 @@ def require_data(path: Path) -> None:
     """Raise unless this is a file of texts or tokens. Called before a run begins, so that it does not fail later."""
     if path.suffix not in SUFFIXES or not path.is_file():
         what = "no such file" if not path.exists() else "not a file" if not path.is_file() else "another kind of file"
-        raise FlowError(f"{path}: {what}; expected texts (.txt, a sample a line, or .jsonl) or tokens (.safetensors)")
+        raise FlowError(
+            f"{path}: {what}; expected texts (.txt, a sample a line, .jsonl or .parquet) or tokens (.safetensors)"
+        )
     if path.suffix == ".safetensors":
-        _read_tokens(path)
+        _require_tokens(path)
     else:
-        _read_texts(path)
+        require_texts(path)
 
 
 def _blocks(row: Tensor, length: int) -> list[Tensor]:
@@ -81,11 +132,23 @@ def _blocks(row: Tensor, length: int) -> list[Tensor]:
 
 
 def read_for(
-    model: nn.Module, directory: Path, data: Path, options: Options, use: str, device: torch.device
+    model: nn.Module,
+    directory: Path,
+    data: Path,
+    options: Options,
+    use: str,
+    device: torch.device,
+    progress: Progress | None = None,
 ) -> list[Tensor]:
     """The sequences of `data`, once the model has proved to run on them."""
+    wanted = options.samples * options.sequence_length
     sequences = read_sequences(
-        data, directory, samples=options.samples, length=options.sequence_length, blocks=generates(model)
+        data,
+        directory,
+        samples=options.samples,
+        length=options.sequence_length,
+        blocks=generates(model),
+        read=None if progress is None else lambda count: progress("read", count, wanted, data.name),
     )
     require_readable(model, sequences, use, device)
     return sequences
@@ -107,52 +170,45 @@ def batches(sequences: list[Tensor]) -> list[Tensor]:
     return [torch.stack(batch) for batch in made]
 
 
-# -- files -------------------------------------------------------------------------------------------------------
+# -- tokens ------------------------------------------------------------------------------------------------------
 
 
-def _read_texts(path: Path) -> list[str]:
-    try:
-        # Not splitlines: a text may hold U+2028 and its like, which end no line of a file.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except UnicodeDecodeError as error:
-        raise FlowError(f"{path}: expected UTF-8 text: {error}; save it as UTF-8") from None
-    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise FlowError(f"{path}: expected a text a line; it is empty")
-    if path.suffix == ".jsonl":
-        return [_text(line, f"{path}: line {number}") for number, line in numbered]
-    return [line for _, line in numbered]
-
-
-def _text(line: str, where: str) -> str:
-    """The text of a line of .jsonl: a string, or the "text" of an object."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        record = None
-    text = record.get("text") if isinstance(record, dict) else record
-    if isinstance(text, str) and any("\ud800" <= letter <= "\udfff" for letter in text):
-        raise FlowError(f"{where}: half a character (a lone surrogate) in its text; correct the line, or remove it")
-    if not isinstance(text, str):
-        raise FlowError(f'{where}: expected {{"text": "..."}}, got {shown(line)[1:-1]}; correct the line, or remove it')
-    return text
-
-
-def _read_tokens(path: Path) -> list[Tensor]:
-    """Every integer tensor of the file: one sequence, or a sequence a row."""
+def _token_sequences(path: Path, samples: int, length: int, blocks: bool) -> list[Tensor]:
     sequences: list[Tensor] = []
+    for row in _rows(path, samples * length if blocks else length):
+        sequences += _blocks(row, length) if blocks else [row[:length]]
+        if len(sequences) >= samples:
+            break
+    return sequences[:samples]
+
+
+def _rows(path: Path, most: int) -> Iterator[Tensor]:
+    """The sequences of a file of tokens, each up to `most` tokens, one at a time."""
     with TensorFile(path) as file:
         for name in sorted(file.entries):
-            tokens = file.read(name)
-            if tokens.is_floating_point() or tokens.ndim not in (1, 2) or not tokens.numel():
+            entry = file.entries[name]
+            if len(entry.shape) == 1:
+                yield file.read(name, 0, min(most, entry.shape[0])).to(torch.int64)
+            else:
+                for row in range(entry.shape[0]):
+                    yield file.read(name, row, row + 1)[0, :most].to(torch.int64)
+
+
+def _require_tokens(path: Path) -> None:
+    """Raise unless every tensor of the file has token numbers: one sequence, or a sequence a row."""
+    with TensorFile(path) as file:
+        if not file.entries:
+            raise FlowError(f"{path}: expected tensors of token numbers, got none; write one, a sequence a row")
+        for name, entry in sorted(file.entries.items()):
+            if entry.dtype not in TOKEN_TYPES or len(entry.shape) not in (1, 2) or 0 in entry.shape:
                 raise FlowError(
-                    f"{path}: {name}: expected token numbers, one sequence or a sequence a row, got {tokens.dtype} of "
-                    f"shape {list(tokens.shape)}; convert it, or leave it out of the file"
+                    f"{path}: {name}: expected token numbers, one sequence or a sequence a row, in integers of up to "
+                    f"32 bits or int64, got {entry.dtype} of shape {list(entry.shape)}; convert it, or leave it out of "
+                    "the file"
                 )
-            if int(tokens.min()) < 0:
-                raise FlowError(f"{path}: {name}: expected token numbers from 0 up, got {int(tokens.min())}; "
-                                "leave padding and ignored positions out")  # fmt: skip
-            sequences += list(tokens.long().reshape(-1, tokens.shape[-1]))
-    if not sequences:
-        raise FlowError(f"{path}: expected tensors of token numbers, got none; write one, a sequence a row")
-    return sequences
+            step = max(1, CHUNK // entry.row_bytes)
+            for first in range(0, entry.shape[0], step):
+                part = file.read(name, first, min(first + step, entry.shape[0])).to(torch.int64)
+                if (least := int(part.min())) < 0:
+                    raise FlowError(f"{path}: {name}: expected token numbers from 0 up, got {least}; "
+                                    "leave padding and ignored positions out")  # fmt: skip

@@ -66,7 +66,7 @@ class Sensitivity:
                 f"--budget and --max-kl compare next-token distributions; {type(self.model).__name__} has none: "
                 "write a --recipe instead"
             )
-        sequences = read_for(self.model, source.directory, data, options, "calibration", device)
+        sequences = read_for(self.model, source.directory, data, options, "calibration", device, progress)
         names = {structure.modules.get(module, module): module for module in structure.linears.values()}
         self.linears = {module: name for name, module in names.items() if _is_linear(self.model, name)}
         few = sequences[0][None, :4].to(device)
