@@ -168,7 +168,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 WITHOUT = {
     "calibration": ({"activations": "static"}, "use a scheme without calibration: w8a8 or w4a16"),
-    "evaluation": ({}, "drop --evaluate"),
+    "evaluation": ({}, "evaluate it on a .safetensors file of its inputs, .*, or drop --evaluate"),
 }
 
 

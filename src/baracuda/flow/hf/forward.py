@@ -21,6 +21,10 @@ from .skeleton import require_transformers
 TRACE_SHAPE = (2, 11)
 
 
+#: What a model of images or sounds is evaluated with.
+REMEDY = "evaluate it on a .safetensors file of its inputs, such as pixel_values or input_features, or drop --evaluate"
+
+
 def float_model(directory: Path, device: torch.device) -> nn.Module:
     """The checkpoint as transformers loads it."""
     require_transformers("calibration and evaluation run the model")
@@ -93,7 +97,7 @@ def on_tokens_alone(model: nn.Module, use: str) -> Iterator[None]:
         raise  # a lack of memory says nothing about the model's inputs
     except Exception as error:  # each model fails in its own way on what it did not get
         message = (str(error).strip().splitlines() or ["without a word"])[0][:200]
-        remedy = {"calibration": "use a scheme without calibration: w8a8 or w4a16", "evaluation": "drop --evaluate"}
+        remedy = {"calibration": "use a scheme without calibration: w8a8 or w4a16", "evaluation": REMEDY}
         raise FlowError(
             f"{use}: expected a model that runs on tokens alone; {type(model).__name__} does not "
             f"({type(error).__name__}: {message}); {remedy[use]}"

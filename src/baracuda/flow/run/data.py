@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.tensorfile import TensorFile
 from ..errors import FlowError
 from ..hf.forward import float_model, generates, require_readable, tokenizer
+from .inputs import holds_inputs, require_inputs, require_perceived
 from .options import Options, Progress
 from .texts import SUFFIXES as TEXTS
 from .texts import Chat, Piece, read_pieces, require_texts
@@ -120,7 +121,9 @@ def require_data(path: Path) -> None:
         raise FlowError(
             f"{path}: {what}; expected texts (.txt, a sample a line, .jsonl or .parquet) or tokens (.safetensors)"
         )
-    if path.suffix == ".safetensors":
+    if holds_inputs(path):
+        require_inputs(path)
+    elif path.suffix == ".safetensors":
         _require_tokens(path)
     else:
         require_texts(path)
@@ -141,6 +144,11 @@ def read_for(
     progress: Progress | None = None,
 ) -> list[Tensor]:
     """The sequences of `data`, once the model has proved to run on them."""
+    if holds_inputs(data):
+        raise FlowError(
+            f"{use}: {data} has images or sounds, with which checkpoints are evaluated, but {type(model).__name__} is "
+            "calibrated on texts or tokens only; use a scheme without calibration: w8a8 or w4a16"
+        )
     wanted = options.samples * options.sequence_length
     sequences = read_sequences(
         data,
@@ -156,7 +164,11 @@ def read_for(
 
 def rehearse(directory: Path, data: Path, options: Options, device: torch.device) -> None:
     """Raise where the float model cannot be evaluated on this data. Called before anything is quantized."""
-    read_for(float_model(directory, device), directory, data, options, "evaluation", device)
+    model = float_model(directory, device)
+    if holds_inputs(data):
+        require_perceived(model, data, device)
+    else:
+        read_for(model, directory, data, options, "evaluation", device)
 
 
 def batches(sequences: list[Tensor]) -> list[Tensor]:

@@ -16,6 +16,7 @@ from ..errors import FlowError
 from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
 from ..hf.load import load
 from .data import Data, as_file, batches, read_for, require_data
+from .inputs import compare_inputs, holds_inputs, read_inputs, require_perceived
 from .options import Options, Progress
 from .report import sqnr_db
 from .samples import sample_texts
@@ -40,6 +41,8 @@ def evaluate(
     `skip` names modules whose outputs smoothing scaled on purpose.
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
+    if holds_inputs(data):
+        return {"data": data.name, **_perceive(original, quantized, data, options, device, progress, skip)}
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
     found = {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
     if samples := sample_texts(model_dir, original, quantized, sequences, device):
@@ -76,6 +79,23 @@ def _compare(
     layers = _layer_errors(original, quantized, {"input_ids": sample, **arguments(original)}, skip)
     speed = {name: tokens / max(elapsed, 1e-9) for name, elapsed in seconds.items()}
     return {"tokens": tokens, **compare.result(), "layers": layers, "tokens_per_second": speed}
+
+
+def _perceive(
+    original: nn.Module,
+    quantized: nn.Module,
+    data: Path,
+    options: Options,
+    device: torch.device,
+    progress: Progress,
+    skip: frozenset[str],
+) -> dict[str, Any]:
+    """The same for models of images and sounds."""
+    require_perceived(original, data, device)
+    batches = read_inputs(data, options.samples, original)
+    found = compare_inputs(original, quantized, batches, device, progress)
+    sample = {name: tensor[:1].to(device) for name, tensor in batches[0].items()} | arguments(original)
+    return found | {"layers": _layer_errors(original, quantized, sample, skip)}
 
 
 def evaluate_checkpoint(
@@ -119,6 +139,8 @@ def _evaluate(
         sequences = read_for(model, directory, data, options, "evaluation", where)
         return {"data": data.name, **_perplexity(model, sequences, where, step)}
     original = float_model(Path(against), where)
+    if holds_inputs(data):
+        return {"data": data.name, **_perceive(original, model, data, options, where, step, frozenset())}
     sequences = read_for(original, Path(against), data, options, "evaluation", where)
     found = {"data": data.name, **_compare(original, model, sequences, where, step, frozenset())}
     for token in found.get("worst", []):
