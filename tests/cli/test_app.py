@@ -81,7 +81,7 @@ def test_a_path_with_brackets_is_printed_as_it_is(name: str, tmp_path: Path, mon
         ([*SMOOTH, "prompts.jsonl"], 'line 1: expected {"text": "..."}, got {"prompt": 1}'),
         (
             ["--evaluate", "floats.safetensors"],
-            "a sequence a row, got torch.float32 of shape [2, 3]; convert it, or leave",
+            "int64, got torch.float32 of shape [2, 3]; convert it, or leave",
         ),
         (
             ["--evaluate", "none.safetensors"],
