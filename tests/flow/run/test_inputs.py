@@ -45,7 +45,7 @@ def test_a_model_of_images_or_sounds_is_quantized_and_evaluated(name: str, tmp_p
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", evaluation=tmp_path / "inputs.safetensors")
     found = report["evaluation"]
     assert verify(tmp_path / "out", tmp_path / "model") == [] and report["float_share"] < 0.2
-    assert found["tokens"] == outputs and found["samples"] == len(next(iter(inputs.values())))
+    assert found["tokens"] == outputs and found["inputs"] == len(next(iter(inputs.values())))
     with torch.no_grad():
         exact, noisy = (m(**inputs).logits for m in (model, baracuda.load(tmp_path / "out")))
     cosine = torch.nn.functional.cosine_similarity(exact, noisy, dim=-1)

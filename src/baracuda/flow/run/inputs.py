@@ -107,7 +107,7 @@ def compare_inputs(
         progress("evaluate", 1, len(batches), f"batch {index + 1}")
     return {
         "tokens": outputs,
-        "samples": samples,
+        "inputs": samples,
         "cosine": {"mean": sum(cosines) / len(cosines), "min": min(cosines)},
         **({"top1_agreement": agree / outputs} if classifies else {}),
         "tokens_per_second": {name: outputs / max(elapsed, 1e-9) for name, elapsed in seconds.items()},

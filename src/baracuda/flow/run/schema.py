@@ -81,7 +81,7 @@ _PAIR = {"float": Maybe(AMOUNT), "quantized": Maybe(AMOUNT)}
 _EVALUATION = {
     "data": TEXT,
     "tokens": COUNT,
-    "samples?": COUNT,
+    "inputs?": COUNT,
     "kl?": Maybe(NUMBER),
     "top1_agreement?": Maybe(NUMBER),
     "perplexity?": _PAIR,
