@@ -24,7 +24,7 @@ from ..nn.siblings import siblings_of
 from .merge import Inputs, PassError, Passes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ACTIVATIONS = {"silu": nn.functional.silu, "gelu": nn.functional.gelu, "relu": torch.relu}
+_ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu, "relu": torch.relu}
 
 
 @dataclass
@@ -81,7 +81,7 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
 
 
 def _described(module: nn.Module) -> str:
-    return f"{module._get_name()}({module.extra_repr()})"
+    return f"{type(module).__name__}({module.extra_repr()})"
 
 
 def _places(model: nn.Module) -> dict[int, Reader]:

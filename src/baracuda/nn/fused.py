@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..core.types import Arithmetic, DynamicRangeMode, QuantizeKind
+from ..core.types import Activation, Arithmetic, DynamicRangeMode, QuantizeKind
 from ..dispatch.eager import cached_plan
 from ..dispatch.options import gated_spec, norm_spec, quantized_spec
 from ..functional import gated_quantize, norm_quantize
@@ -80,6 +80,8 @@ class FusedNorm(nn.Module):
     `original` is the norm it stands for: its parameters are this module's own, and it computes where floats are asked
     for. The sums have the order of `baracuda.rms_norm`, so the bits are not those of the original.
     """
+
+    original: nn.Module
 
     def __init__(self, original: nn.Module, style: str, eps: float, readers: Sequence[Reader]) -> None:
         super().__init__()
@@ -153,13 +155,16 @@ class FusedMLP(nn.Module):
     autocast ask for floats.
     """
 
+    original: nn.Module
+
     def __init__(self, original: nn.Module, gate: str, up: str, down: str, activation: str) -> None:
         super().__init__()
         self.__dict__["_modules"] = original._modules
         self.__dict__["original"] = original
         if HELD in original.__dict__:  # which of the children are computed as one
             self.__dict__[HELD] = original.__dict__[HELD]
-        self.names, self.activation = (gate, up, down), activation
+        self.names = (gate, up, down)
+        self.activation: Any = Activation(activation).value
         self.quantizer = _Quantizer(cast(IntegerLinear, original._modules[down]))
         self.training = original.training
         self._plans: dict[Any, tuple[SelectedPlan, tuple[int, int]]] = {}
@@ -197,7 +202,15 @@ class FusedMLP(nn.Module):
         if traced or not is_plain_call(gate):
             scale, zero_point = self.quantizer.scales()
             made = gated_quantize(
-                gate, up, scale, zero_point, activation=self.activation, mode=mode, dtype=kind, q_min=low, q_max=high
+                gate,
+                up,
+                scale,
+                zero_point,
+                activation=self.activation,
+                mode=mode,
+                dtype=kind,
+                q_min=low,
+                q_max=high,
             )
             return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, gate.dtype)
         key = gate.shape, gate.dtype, gate.device, up is None
@@ -212,11 +225,9 @@ class FusedMLP(nn.Module):
             found = self._plans[key] = plan, shape
         plan, (rows, _) = found
         if gate.ndim != 2:
-            shape = gate.shape
-            matrix = gate.reshape(rows, shape[-1]), None if up is None else up.reshape(rows, shape[-1])
-        else:
-            shape, matrix = gate.shape, (gate, up)
-        return _handed_on(plan, matrix, gate, self.quantizer)
+            width = gate.shape[-1]
+            inputs = gate.reshape(rows, width), None if up is None else up.reshape(rows, width)
+        return _handed_on(plan, inputs, gate, self.quantizer)
 
     def extra_repr(self) -> str:
         return f"{type(self.original).__name__} with {self.activation}, its product quantized where it is made"

@@ -252,10 +252,11 @@ class QuantizedLinear(IntegerLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if _is_traced():
-            return traced_forward(self, x, token_linear if type(x) is QuantizedTokens else dynamic_linear)
+            tokens = type(x) is QuantizedTokens  # type: ignore[comparison-overlap]
+            return traced_forward(self, x, token_linear if tokens else dynamic_linear)
         if self._member is not None and (y := self._member.share(self, x)) is not None:
             return y
-        if type(x) is QuantizedTokens:
+        if type(x) is QuantizedTokens:  # type: ignore[comparison-overlap]
             return self._of_tokens(x)
         if (y := self._launches(self, x)) is not None:
             return y
@@ -331,13 +332,13 @@ class SmoothQuantLinear(IntegerLinear):
         return made._take(linear, weight_scale, quantized)
 
     def forward(self, x: Tensor) -> Tensor:
-        if type(x) is QuantizedTokens and _is_traced():
+        if type(x) is QuantizedTokens and _is_traced():  # type: ignore[comparison-overlap]
             return traced_forward(self, x, token_linear)
         if _is_traced():
             y = traced_forward(self, x, static_linear)
         elif self._member is not None and (shared := self._member.share(self, x)) is not None:
             return shared
-        elif type(x) is QuantizedTokens:
+        elif type(x) is QuantizedTokens:  # type: ignore[comparison-overlap]
             return self._of_tokens(x)
         else:
             y = self._forward(x)

@@ -133,6 +133,6 @@ def token_linear(x: Any, tensors: tuple[Tensor | None, ...], settings: str) -> T
         bias,
         act_zero_point=x.zero_point,
         dtype=x.dtype,
-        weight_element=settings.split(" ")[2],
+        weight_element=settings.split(" ")[2],  # type: ignore[arg-type]
         weight_factor=weight_factor,
     )
