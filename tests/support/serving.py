@@ -116,7 +116,7 @@ def distance(out: Path, given: Sequence[Answer], dtype: torch.dtype = torch.floa
 
     In fewer bits the two likeliest tokens can change places: each given one must then be as likely as ours.
     """
-    model, largest = baracuda.load(out, dtype=dtype), 0.0
+    model, largest = baracuda.load(out, dtype=dtype, fuse=False), 0.0
     for prompt, answer in zip(PROMPTS, given, strict=True):
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *answer.tokens[:-1]]])).logits[0, len(prompt) - 1 :]
