@@ -30,7 +30,8 @@ def test_the_reader_of_checkpoints_makes_the_model_that_baracuda_loads(scheme: s
     model = reference._model()
     assert fill(model, tmp_path / "out") == 14
     with torch.no_grad():
-        found, expected = model(models.prompt()).logits, baracuda.load(tmp_path / "out", fuse=False)(models.prompt()).logits
+        loaded = baracuda.load(tmp_path / "out", fuse=False)
+        found, expected = model(models.prompt()).logits, loaded(models.prompt()).logits
     assert models.relative(expected, found) < 1e-3
     cost = reference.compare(tmp_path / "out")
     assert 0 < cost["kl"] < 0.1 and 0.5 < cost["top1_agreement"] <= 1
