@@ -23,6 +23,10 @@ class WeightFormat:
     """s8 or s4."""
     group_size: int | None = None
     """Columns that share a scale; None for all columns of an output channel."""
+    zero_points: bool = False
+    """Whether each scale has a zero point beside it. Checkpoints of other tools have them; no method here makes any."""
+    act_order: bool = False
+    """Whether a stored index gives the group of each column, as GPTQ's act-order may write it; read, never written."""
     scales: str = field(default="absmax", compare=False)
     """The rule that chooses the scales, by its name in `scales.RULES`; not a part of what is stored."""
     factors: bool = field(default=False, compare=False)
@@ -31,7 +35,7 @@ class WeightFormat:
     @classmethod
     def searched(cls, element: ElementKind, group_size: int | None = None, factors: bool = False) -> WeightFormat:
         """With the rule that suits the element: 4-bit scales are searched, for 8 bits that gains nothing."""
-        return cls(element, group_size, "search" if element.is_packed else "absmax", factors)
+        return cls(element, group_size, scales="search" if element.is_packed else "absmax", factors=factors)
 
     @property
     def scope(self) -> Scope:

@@ -173,7 +173,7 @@ def test_a_recipe_is_written_as_groups_and_read_back() -> None:
 
 def test_a_scheme_that_no_checkpoint_has_is_not_read() -> None:
     written = quantization_config(Recipe(Choice(checkpoint_scheme("w4a16")[0].with_activations("static"))), [])
-    with pytest.raises(FlowError, match="its config_groups is not one baracuda reads"):
+    with pytest.raises(FlowError, match="groups of 128 with static activations are not read here"):
         parse_config(written)
 
 

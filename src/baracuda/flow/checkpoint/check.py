@@ -25,6 +25,7 @@ from .directory import (
     shard_names,
 )
 from .fusion import FUSED
+from .nibbles import order_of_groups
 from .storage import EIGHT_BIT_FLOATS, FLOATS, STORED, Storage
 from .tensorfile import Entry, TensorFile
 
@@ -185,6 +186,8 @@ class Check:
                 self.add("shape-mismatch", expected.name, f"expected {list(expected.shape)}, got {list(stored.shape)}")
             elif part == "weight_shape":
                 self._weight_shape(module, expected.name, source)
+            elif part == "weight_g_idx":
+                self._groups(expected.name, size or k)
         for part in parts:
             name = f"{module}.{part}"
             self.add("extra-tensor", name, f"the scheme of config.json ({storage.format}) stores no {part}")
@@ -198,6 +201,12 @@ class Check:
         stored = self.file(name).read(name).tolist()
         if stored != list(source.shape):
             self.add("shape-mismatch", name, f"it says {stored}, the packed weight of {module} is {list(source.shape)}")
+
+    def _groups(self, name: str, size: int) -> None:
+        try:
+            order_of_groups(self.file(name).read(name), size, name)
+        except FlowError as error:
+            self.add("bad-groups", name, str(error).removeprefix(f"{name}: "))
 
     def file(self, tensor: str) -> TensorFile:
         if not self._holders:

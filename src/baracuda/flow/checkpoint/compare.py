@@ -56,8 +56,8 @@ class Made:
     def read(cls, out: Path) -> Made:
         try:
             report = read_json(out / REPORT)
-        except CheckpointError:
-            return cls()
+        except CheckpointError:  # no report that can be read
+            return cls("another tool's" if _is_foreign(out) else "rtn")
         layers = [layer for layer in _list(report.get("layers")) if isinstance(layer, dict)]
         rounding = {str(layer.get("name")): str(layer["rounding"]) for layer in layers if "rounding" in layer}
         smoothing = report.get("smoothing")
@@ -78,6 +78,15 @@ class Made:
 
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
+
+
+def _is_foreign(out: Path) -> bool:
+    """Whether another tool wrote it: its config then names the version of compressed-tensors, which ours does not."""
+    try:
+        config = read_json(out / "config.json").get("quantization_config")
+    except CheckpointError:
+        return False
+    return isinstance(config, dict) and "version" in config
 
 
 @dataclass
@@ -177,14 +186,20 @@ class _Comparison:
     def _compare_weight(self, name: str, module: str, storage: Storage) -> None:
         """Rows are the original's, smoothed as recorded and quantized; a block at a time."""
         check, entry = self.check, self.source.entry(name)
-        parts = (storage.integers, "weight_scale")
+        format = storage.scheme.weight
         rows = check.entries[f"{module}.{storage.integers}"].shape[0]
         if len(entry.shape) != 2 or entry.shape[0] != rows:
             return check.add("shape-mismatch", name, f"the original is {list(entry.shape)}")
-        step = max(1, BLOCK_BYTES // max(1, entry.row_bytes))
+        step = max(8, BLOCK_BYTES // max(1, entry.row_bytes) // 8 * 8)  # eight rows share a word of zero points
         for first in range(0, rows, step):
             last = min(rows, first + step)
-            stored = {part: check.file(f"{module}.{part}").read(f"{module}.{part}", first, last) for part in parts}
+            ranges = {storage.integers: (first, last), "weight_scale": (first, last)}
+            if format.zero_points:
+                ranges["weight_zero_point"] = first // 8, -(-last // 8)
+            if format.act_order:
+                ranges["weight_g_idx"] = 0, entry.shape[1]
+            names = {part: f"{module}.{part}" for part in ranges}
+            stored = {part: check.file(names[part]).read(names[part], *where) for part, where in ranges.items()}
             original = self.source.shards[self.source.where[name]].read(name, first, last)
             try:
                 smoothed = storage.as_quantized_from(self.factors.apply(name, first, original), entry.dtype)

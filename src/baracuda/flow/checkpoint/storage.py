@@ -11,13 +11,22 @@ from ...functional import dequantize
 from ...schemes import QuantizedWeight, Scheme
 from ..errors import FlowError
 from .groups import usable_size
+from .nibbles import in_order, order_of_groups, unpack_rows
 from .tensorfile import Entry
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: Eight-bit floats. A Linear of one has no scale here, so it is carried over as it is.
 EIGHT_BIT_FLOATS = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: What a scheme may store under the name of a Linear, besides its bias.
-STORED = ("weight", "weight_packed", "weight_scale", "weight_shape", "input_scale", "weight_zero_point")
+STORED = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "input_scale",
+)
 #: Bits -> what turns the bytes of two's complement into those of compressed-tensors, and back: it stores value + 8, or
 #: value + 128, which is the same bits with the top one of each integer flipped.
 _FLIP = {4: 0x88, 8: 0x80}
@@ -81,6 +90,10 @@ class Storage:
         ]
         if self.packed:
             stored.append(Entry(f"{module}.weight_shape", torch.int64, (2,)))
+        if format.zero_points:
+            stored.append(Entry(f"{module}.weight_zero_point", torch.int32, (-(-n // 8), scale_shape[1])))
+        if format.act_order:
+            stored.append(Entry(f"{module}.weight_g_idx", torch.int32, (k,)))
         if self.scheme.activation.kind == "static":
             stored.append(Entry(f"{module}.input_scale", torch.float32, (1,)))
         return stored
@@ -118,13 +131,20 @@ class Storage:
         return {self.integers: q, "weight_scale": scale}
 
     def dequantize(self, stored: dict[str, Tensor]) -> Tensor:
-        """The f32 weight that stored rows stand for."""
+        """The f32 weight that stored rows stand for; zero points begin with the first of these rows."""
         format, q, scale = self.scheme.weight, stored[self.integers], stored["weight_scale"].float()
+        zero_point = order = None
+        if format.act_order and format.group_size is not None:
+            order = order_of_groups(stored["weight_g_idx"], format.group_size, "weight_g_idx")
         if self.packed:
-            q = (q.contiguous().view(torch.uint8) ^ _FLIP[format.bits]).view(format.element.dtype)
+            q = q.contiguous() if order is None else in_order(q.contiguous(), order)
+            q = (q.view(torch.uint8) ^ _FLIP[format.bits]).view(format.element.dtype)
+        if format.zero_points:
+            zero_point = unpack_rows(stored["weight_zero_point"], len(q)).to(torch.int32) - 8
         if format.group_size is None:
-            scale = scale.squeeze(1)
-        return dequantize(q, scale, scope=format.scope, element=format.element)
+            scale, zero_point = scale.squeeze(1), None if zero_point is None else zero_point.squeeze(1)
+        whole = dequantize(q, scale, zero_point, scope=format.scope, element=format.element)
+        return whole if order is None else torch.empty_like(whole).index_copy_(1, order, whole)
 
     def holds(self, original: Tensor, restored: Tensor, scale: Tensor) -> bool:
         """Whether `restored`, whole rows, is `original` rounded to nearest: no error is larger than rounding explains.

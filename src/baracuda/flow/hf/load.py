@@ -32,7 +32,10 @@ def load(
     device_map: Any = None,
     **options: Any,
 ) -> Any:
-    """The model in `out`, ready to run: int8 for w8a8, 4-bit weights made float for w4a16 (experts once, when loaded).
+    """The model in `out`, ready to run: integers for w8a8 and w4a8, 4-bit weights times floats for w4a16.
+
+    4-bit files of other tools in compressed-tensors' pack-quantized layout are read, too: with zero points, per channel
+    or in groups, and with groups out of order. Packed experts are made float once, when they are loaded.
 
     `out` is a directory, or the id of a model on the Hugging Face Hub, taken from the local cache or downloaded.
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
@@ -53,8 +56,8 @@ def load(
         recipe = parse_config(quantization)  # says what is unreadable before anything is loaded
     except FlowError as error:
         raise FlowError(
-            f"{directory}: {error}; baracuda.load reads what `baracuda quantize` writes; load other checkpoints with "
-            "transformers"
+            f"{directory}: {error}; baracuda.load reads what `baracuda quantize` writes and compressed-tensors' "
+            "pack-quantized files of 4 bits; load other checkpoints with transformers"
         ) from None
     require_transformers("baracuda.load builds transformers models")
     require_stored(directory, recipe)

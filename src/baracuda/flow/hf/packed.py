@@ -18,6 +18,7 @@ from ...functional import dequantize, weight_only_linear
 from ...nn import QuantizedLinear
 from ...nn.autocast import under_autocast
 from ...nn.launches import Launches
+from ...nn.linear import IntegerLinear
 from ...nn.siblings import Sibling, Traced
 from ...nn.traced import asks_siblings, bias_as, share_traced
 from ...schemes.search import split_factors
@@ -39,6 +40,8 @@ def make_ready(model: nn.Module) -> nn.Module:
             model.set_submodule(name, module.integer_linear(name))
         elif isinstance(module, PackedLinear):
             module.make_ready(name)
+        elif isinstance(module, IntegerLinear) and module.weight_scale.dtype is not torch.float32:
+            module.weight_scale = module.weight_scale.float()  # other tools store them in the model's type
     return model
 
 

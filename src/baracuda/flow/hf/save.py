@@ -62,6 +62,11 @@ def require_savable(model: nn.Module) -> list[str]:
                 "columns in multiples of 32, or w4a16; quantize the model with one of these, or keep its state_dict() "
                 "with torch.save"
             )
+        if isinstance(module, PackedLinear) and module.input_order is not None:
+            raise FlowError(
+                f"{name}: its groups were out of order (act-order) and have been put in order, which checkpoints have "
+                "no tensor for; copy the directory that it was loaded from"
+            )
         if isinstance(module, IntegerLinear | PackedLinear):
             found.append(name)
     return found
@@ -109,7 +114,9 @@ def _stored_scheme(stored: Checkpoint, module: str, integer_inputs: bool) -> Sch
     if f"{module}.weight_packed" in stored.where:
         columns = stored.entry(f"{module}.weight_packed").shape[1] * 8
         size = columns // stored.entry(f"{module}.weight_scale").shape[1]
-        return Scheme(WeightFormat(ElementKind.S4, size), ActivationFormat("dynamic" if integer_inputs else "float"))
+        kind = "dynamic" if integer_inputs else "float"
+        zero_points = f"{module}.weight_zero_point" in stored.where
+        return Scheme(WeightFormat(ElementKind.S4, size, zero_points), ActivationFormat(kind))  # type: ignore[arg-type]
     kind = "static" if f"{module}.input_scale" in stored.where else "dynamic"
     return Scheme(WeightFormat(), ActivationFormat(kind))  # type: ignore[arg-type]
 
