@@ -59,12 +59,15 @@ struct Block<float> {
 
 // -- weights -----------------------------------------------------------------------------------------------------
 
-// Of one row. Scales and zero points are one for each group of k.
+// Of one row. Scales and zero points are one for each group of k; some at a time are converted ahead.
 template <class M, bool PACKED>
 class Row {
+    static constexpr int64_t AHEAD = 64;
     const FloatWeights& f;
     const uint8_t* stored;
-    int64_t row;
+    int64_t row, groups, base = 0, filled = 0;
+    M scales[AHEAD];
+    int32_t zero_points[AHEAD];
 
 public:
     M scale = 0;
@@ -73,8 +76,9 @@ public:
     __m512 values, table;  // the sixteen values of four bits, and what they stand for in this group
 #endif
 
-    Row(const FloatWeights& weights, int64_t n)
-        : f(weights), stored(reinterpret_cast<const uint8_t*>(weights.w) + n * weights.w_pitch), row(n) {
+    Row(const FloatWeights& weights, int64_t n, int64_t k)
+        : f(weights), stored(reinterpret_cast<const uint8_t*>(weights.w) + n * weights.w_pitch), row(n),
+          groups((k + weights.group - 1) / weights.group) {
 #if defined(__AVX512F__)
         const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         const __m512i flip = _mm512_set1_epi32(f.weight == S4 ? 8 : 0);
@@ -83,13 +87,15 @@ public:
     }
 
     ALWAYS_INLINE void enter(int64_t group) {
-        const int64_t at = row * f.scale_pitch + group;
-        scale = f.scale_code == code_of<M> ? static_cast<const M*>(f.scale)[at] : widened<M>(f.scale_code, f.scale, at);
-        zero_point = f.zero_point ? clamped(f.zero_point[row * f.zero_point_pitch + group]) : 0;
+        if (group >= filled) fill(group);
+        scale = scales[group - base];
+        zero_point = f.zero_point ? zero_points[group - base] : 0;
 #if defined(__AVX512F__)
         // Integers below 2**24: the difference is exact in f32, too.
-        if constexpr (PACKED && sizeof(M) == 4)
-            table = _mm512_mul_ps(_mm512_sub_ps(values, _mm512_set1_ps(float(zero_point))), _mm512_set1_ps(scale));
+        if constexpr (PACKED && sizeof(M) == 4) {
+            const __m512 zero = _mm512_cvtepi32_ps(_mm512_set1_epi32(zero_points[group - base]));
+            table = _mm512_mul_ps(f.zero_point ? _mm512_sub_ps(values, zero) : values, _mm512_set1_ps(scale));
+        }
 #endif
     }
 
@@ -129,6 +135,15 @@ public:
     }
 
 private:
+    __attribute__((noinline)) void fill(int64_t group) {
+        const int64_t n = least(AHEAD, groups - group);
+        base = group, filled = group + n;
+        widen<M>(f.scale_code, static_cast<const char*>(f.scale), row * f.scale_pitch + group, n, scales);
+        if (!f.zero_point) return;
+        const int32_t* from = f.zero_point + row * f.zero_point_pitch + group;
+        for (int64_t i = 0; i < n; ++i) zero_points[i] = clamped(from[i]);
+    }
+
     // to: even ones first.
     template <class Value>
     ALWAYS_INLINE void spread(int64_t k, int64_t n, M* to, Value value) const {
@@ -188,7 +203,7 @@ private:
     __attribute__((noinline)) int64_t some(int64_t m, int64_t n, int64_t c, M (*acc)[STRIDE]) const {
         const int64_t pitch = padded(e.k), even = f.group % LANES ? 0 : e.k / LANES * LANES;
         const M* x = reinterpret_cast<const M*>(f.prepared) + m * pitch;
-        Row<M, PACKED> row(f, n);
+        Row<M, PACKED> row(f, n, e.k);
         Block<M> sums[N];
         for (int t = 0; t < N; ++t) sums[t] = Block<M>::zero();
         auto add = [&](int64_t k, const Block<M>& w) __attribute__((always_inline)) {
