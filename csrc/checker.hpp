@@ -21,7 +21,7 @@ struct Rule {
         if (!known || size_t(tensor.ndim) != shape.size()) return false;
         for (size_t i = 0; i < shape.size(); ++i)
             if (tensor.shape[i] != shape[i]) return false;
-        return is_contiguous(tensor);
+        return true;
     }
 
     bool takes_number(PyObject* value) const {
@@ -39,25 +39,31 @@ struct Rule {
 class Checker {
     std::vector<Rule> rules_;
     DLDevice device_;
-    bool elementwise_;
+    bool elementwise_, rows_;
 
 public:
-    Checker(std::vector<Rule> rules, DLDevice device, bool elementwise)
-        : rules_(std::move(rules)), device_(device), elementwise_(elementwise) {}
+    // rows: whether inputs may be matrices with any distance between their rows.
+    Checker(std::vector<Rule> rules, DLDevice device, bool elementwise, bool rows)
+        : rules_(std::move(rules)), device_(device), elementwise_(elementwise), rows_(rows) {}
 
     // Whether all of the given operands, which may be the first ones only, are plain, contiguous, of the row's shapes
-    // and dtypes, on the device, and no output shares memory it must not share.
+    // and dtypes, on the device, and no output shares memory it must not share. Inputs in spaced rows are taken only
+    // without outputs: what memory those share is not looked at.
     bool fits(PyObject* operands) const {
         const Py_ssize_t count = PyTuple_GET_SIZE(operands);
         if (count > Py_ssize_t(rules_.size()) || count > MOST) return false;
         DLTensor tensors[MOST];
-        bool has_memory[MOST];
+        bool has_memory[MOST], spaced = false;
         for (Py_ssize_t i = 0; i < count; ++i) {
             PyObject* value = PyTuple_GET_ITEM(operands, i);
             const Rule& rule = rules_[i];
             has_memory[i] = torch.is_plain(value);
             if (has_memory[i]) {
                 if (!read(value, tensors[i]) || !rule.takes(tensors[i])) return false;
+                if (!is_contiguous(tensors[i])) {
+                    if (!rows_ || rule.output || !has_dense_rows(tensors[i])) return false;
+                    spaced = true;
+                }
             } else if (value == Py_None) {
                 if (!rule.optional) return false;
             } else if (!(PyFloat_CheckExact(value) || PyLong_CheckExact(value)) || !rule.takes_number(value)) {
@@ -66,6 +72,7 @@ public:
         }
         for (Py_ssize_t i = 0; i < count; ++i) {
             if (!rules_[i].output || !has_memory[i]) continue;
+            if (spaced) return false;
             for (Py_ssize_t j = 0; j < count; ++j)
                 if (i != j && has_memory[j] && !may_share(tensors[i], tensors[j])) return false;
         }
@@ -96,6 +103,10 @@ private:
         // A freed storage is at no address, or at the tensor's offset from none.
         const bool is_there = address_of(out) >= 4096 || !bytes_of(out);
         return is_there && out.device.type == device_.type && out.device.index == device_.index;
+    }
+
+    static bool has_dense_rows(const DLTensor& tensor) {
+        return tensor.ndim == 2 && tensor.strides && tensor.strides[0] >= 0 && tensor.strides[1] == 1;
     }
 
     // Whether two contiguous tensors share memory.

@@ -77,10 +77,10 @@ NB_MODULE(_host, m) {
     nb::class_<Checker>(m, "Checker")
         .def("__init__",
              [](Checker* self, const std::vector<RuleFields>& fields, int device_type, int device_index,
-                bool elementwise) {
+                bool elementwise, bool rows) {
                  std::vector<Rule> rules;
                  for (const RuleFields& rule : fields) rules.push_back(rule_of(rule));
-                 new (self) Checker(std::move(rules), {device_type, device_index}, elementwise);
+                 new (self) Checker(std::move(rules), {device_type, device_index}, elementwise, rows);
              })
         .def("fits", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands)); })
         .def("holds",

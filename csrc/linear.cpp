@@ -190,7 +190,7 @@ public:
         f.scale_pitch = checked_pitch(scale_pitch, segments);
         f.zero_point = reinterpret_cast<const int32_t*>(zero_point);
         f.zero_point_pitch = checked_pitch(zero_point_pitch, segments);
-        f.group = group_ ? group_ : (k_ + 31) / 32 * 32;
+        f.group = group_ ? group_ : (k_ / 32 + 1) * 32;  // one for all of k, which may be empty
         f.prepared = checked(workspace_address, workspace(), "workspace");
         require(workspace_address % 16 == 0, "a workspace that begins at a multiple of 16");
         Epilogue e{};

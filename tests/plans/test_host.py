@@ -364,3 +364,14 @@ def test_threads_launch_beside_each_other(fake: Fake) -> None:
     for thread in threads:
         thread.join()
     assert done == [True] * 4
+
+
+def test_inputs_in_spaced_rows_fit_kernels_that_take_them_and_only_without_outputs() -> None:
+    p = Problem(QuantizeKind.QUANTIZE, (4, 6), ElementKind.F32, ElementKind.S8, -128, 127, PerToken())
+    x, scale, out = torch.randn(4, 9)[:, :6], torch.ones(4), torch.empty(4, 6, dtype=torch.int8)
+    rows, dense = Checker(p, CPU, "rows"), Checker(p, CPU, "contiguous")
+    assert rows.fits((x, scale, None)) and not dense.fits((x, scale, None))
+    assert rows.fits((x[:1].expand(4, 6), scale, None)), "one row for all"
+    assert not rows.fits((x, scale, None, out)), "what they share is for Python to find out"
+    assert not rows.fits((torch.randn(6, 4).t(), scale, None)), "columns are not rows"
+    assert not rows.fits((x.contiguous(), scale, None, torch.empty(4, 9, dtype=torch.int8)[:, :6]))

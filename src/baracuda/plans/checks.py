@@ -72,13 +72,15 @@ class Checker:
             for e in self.expected
         )
         self.outputs = tuple(i for i, operand in enumerate(row.operands) if operand.output)
-        #: True if all operands, or the first few, are contiguous and fit; True if a workspace of so many bytes fits.
+        #: True if all operands, or the first few, have strides the kernel takes, and fit; True if a workspace of so
+        #: many bytes fits.
         #: False means that the checks in Python decide.
         self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
         self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
         if MISSING is None and device.type in DLPACK_DEVICES:
             rules = [expected.native() for expected in self.expected]
-            native = _host.Checker(rules, DLPACK_DEVICES[device.type], device.index or 0, row.elementwise)
+            place = DLPACK_DEVICES[device.type], device.index or 0
+            native = _host.Checker(rules, *place, row.elementwise, device.type == "cpu" and strides != "contiguous")
             self.fits, self.holds = native.fits, native.holds
 
     def __call__(self, operands: tuple[Value, ...]) -> None:

@@ -179,14 +179,16 @@ class PackedLinear(Sibling):
     def forward(self, x: Tensor) -> Tensor:
         if (y := self._shared(x)) is not None:
             return y
-        if self.input_order is not None:
-            x = x.index_select(-1, self.input_order)
-        x = under_autocast(x)
-        bias = bias_as(self.bias, x.dtype)
-        if not self._multiplies_packed(x):
-            return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
-        if not _is_traced() and (y := self._launches(self, x)) is not None:
+        order = self._buffers["input_order"]
+        if order is not None:
+            x = x.index_select(-1, order)
+        packed = self._multiplies_packed(x)
+        if packed and not _is_traced() and (y := self._launches(self, x)) is not None:
             return y
+        x, bias = under_autocast(x), self.bias
+        if not packed:
+            return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
+        bias = bias_as(bias, x.dtype)
         weight, scale, zero_point = self._operands()[:3]
         scale = scale if scale.dtype in (torch.float32, x.dtype) else scale.float()
         return weight_only_linear(x, weight, scale, bias, weight_zero_point=zero_point, weight_element="u4")
@@ -207,7 +209,7 @@ class PackedLinear(Sibling):
         return ""
 
     def _multiplies_packed(self, x: Tensor) -> bool:
-        if x.device.type == "cpu":
+        if x.is_cpu:
             return bool(x.numel() <= FEW_TOKENS * self.in_features)
         return bool(has_kernel(x.device, x.dtype, self.out_features, self.in_features, self._group))
 
