@@ -84,6 +84,8 @@ def _arguments(
 _TOLD = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "block_structure")
 #: What compressed-tensors may name beside the groups, and none of which is read here.
 _OTHERS = ("kv_cache_scheme", "sparsity_config", "transform_config")
+#: What another tool's config has beside ours. None of it changes how tensors are read: `_OTHERS` must be empty.
+BESIDE = frozenset({"version", "global_compression_ratio", *_OTHERS})
 #: The orders of GPTQ that leave columns where they are, and the one that stores the group of each column.
 _COLUMNS_STAY, _GROUPS_STORED = (None, False, "weight", "static"), (True, "group", "dynamic")
 #: What other tools call their own layouts.
