@@ -188,10 +188,9 @@ class PackedLinear(Sibling):
         x, bias = under_autocast(x), self.bias
         if not packed:
             return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
-        bias = bias_as(bias, x.dtype)
         weight, scale, zero_point = self._operands()[:3]
-        scale = scale if scale.dtype in (torch.float32, x.dtype) else scale.float()
-        return weight_only_linear(x, weight, scale, bias, weight_zero_point=zero_point, weight_element="u4")
+        scale, added = scale if scale.dtype in (torch.float32, x.dtype) else scale.float(), bias_as(bias, x.dtype)
+        return weight_only_linear(x, weight, scale, added, weight_zero_point=zero_point, weight_element="u4")
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """Its columns of what it computes with its siblings, if it does."""
