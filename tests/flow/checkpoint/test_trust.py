@@ -127,9 +127,12 @@ def test_a_setting_that_transformers_spells_anew_is_none(out: Path, source: Path
 
 
 def test_a_key_that_readers_would_obey_is_found_in_the_quantization_config(out: Path, source: Path) -> None:
-    change_json(out / "config.json", lambda c: c["quantization_config"].update(kv_cache_scheme={"num_bits": 8}))
+    change_json(out / "config.json", lambda c: c["quantization_config"].update(a_key_of_tomorrow=8))
     models.reseal(out)
     assert ("config-mismatch", "config.json") in found(out, source)
+    change_json(out / "config.json", lambda c: c["quantization_config"].update(kv_cache_scheme={"num_bits": 8}))
+    models.reseal(out)
+    assert ("bad-config", "config.json") in found(out)
 
 
 def test_files_beside_the_weights_are_the_originals(out: Path, source: Path) -> None:
