@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -69,8 +68,7 @@ class Decoders:
         if scheme in ("w4a16", "w4a8"):
             return self._in_groups(scheme, merge)
         model = self.floats()
-        knows_merge = "merge" in inspect.signature(baracuda.quantize_model).parameters
-        options: dict[str, Any] = {"merge": merge} if knows_merge else {}
+        options: dict[str, Any] = {"merge": merge, "fuse": merge}  # as `baracuda.load` does it
         if "static" in scheme or "smoothquant" in scheme:
             options["input_scales"] = {n: 0.05 for n, m in model.named_modules() if isinstance(m, nn.Linear)}
         report = baracuda.quantize_model(model, scheme, ignore=["lm_head"], **options)
