@@ -50,7 +50,9 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--around", choices=("bf16", "f32"), default="bf16", help="the floats around quantized linears")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
-    parser.add_argument("--no-merge", action="store_true", help="siblings (q, k, v; gate, up) stay apart, norms unfused")
+    parser.add_argument(
+        "--no-merge", action="store_true", help="siblings (q, k, v; gate, up) stay apart, norms unfused"
+    )
     for name in ("layers", "hidden", "intermediate", "heads", "kv-heads", "vocab"):
         parser.add_argument(f"--{name}", type=int)
 

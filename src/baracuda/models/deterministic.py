@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..nn.siblings import Sibling
-from ..schemes import LinearScheme
+from ..schemes import LinearScheme, LiveScheme
 from .replace import quantize_model
 
 #: Modules that compute each element, or look up each row, by itself.
@@ -50,7 +50,7 @@ class Invariance:
 
 
 def deterministic(
-    model: nn.Module, scheme: str | LinearScheme = "w8a8", *, replace: bool = True, quantize_head: bool = False
+    model: nn.Module, scheme: LiveScheme | LinearScheme = "w8a8", *, replace: bool = True, quantize_head: bool = False
 ) -> Invariance:
     """Say which modules of a model give a row the same bits in every batch, and why the others do not.
 

@@ -47,6 +47,7 @@ class IntegerLinear(Sibling):
     weight_scale: Tensor
     weight_factor: Tensor | None
     bias: nn.Parameter | None
+    _plain_options: str
 
     def __init__(
         self,

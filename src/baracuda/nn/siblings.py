@@ -100,6 +100,11 @@ class Member(nn.Module):
     alone, and everything around any other object step by step, before each call.
     """
 
+    #: All siblings as one linear; None while they are computed apart.
+    whole: Sibling | None
+    #: What a trace reads of it: its tensors.
+    traced: Traced | None
+
     def __init__(self, siblings: Siblings, part: Sibling, index: int, start: int, count: int) -> None:
         super().__init__()
         self.siblings, self.part, self.bit, self.count = siblings, weakref.ref(part), 1 << index, count
@@ -109,7 +114,6 @@ class Member(nn.Module):
     def become(self, whole: Sibling | None) -> None:
         """Be one of this linear over all siblings; None computes them apart. It is no submodule: it has no name."""
         self.__dict__["whole"] = whole
-        #: What a trace reads of it: its tensors.
         self.__dict__["traced"] = None if whole is None else whole.traced_tensors()
 
     def share(self, part: Sibling, x: Any) -> Tensor | None:

@@ -79,14 +79,15 @@ def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
     """The forward of a QuantizedLinear inside torch.compile."""
     x = under_autocast(x)
     weight, weight_scale, bias, weight_factor = tensors
-    mode, activation, kind, low, high = settings.split(" ")
+    named: list[Any] = settings.split(" ")
+    mode, activation, kind, low, high = named
     assert weight is not None and weight_scale is not None
     return quantized_linear(
         x,
         weight,
         weight_scale,
         bias_as(bias, x.dtype),
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         dtype=activation,
         weight_element=kind,
         weight_factor=weight_factor,
@@ -98,7 +99,8 @@ def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
 def static_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
     """The forward of a SmoothQuantLinear inside torch.compile."""
     weight, weight_scale, bias, weight_factor, scale, zero_point = tensors
-    _, activation, kind, low, high, name = settings.split(" ")
+    named: list[Any] = settings.split(" ")
+    _, activation, kind, low, high, name = named
     assert weight is not None and weight_scale is not None and scale is not None
     dtype = getattr(torch, name)
     if x.is_floating_point():

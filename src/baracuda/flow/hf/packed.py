@@ -199,7 +199,7 @@ class PackedLinear(Sibling):
             return None
         if not _is_traced():
             return member.share(self, x)
-        return share_traced(member, x, lambda x, *_: member.whole.forward(x)) if asks_siblings() else None
+        return share_traced(member, x, lambda x, *_: member.whole.forward(x)) if asks_siblings() else None  # type: ignore[union-attr]
 
     def traced_tensors(self) -> Traced:
         return ()
