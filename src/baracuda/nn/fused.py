@@ -2,7 +2,8 @@
 
 They take the place of a model's own modules and keep their children, parameters and names. What they hand on is
 `QuantizedTokens`, which is no tensor: code that would read it as floats raises instead of going wrong. Where a call is
-out of the ordinary (gradients, autocast, training), the module they stand for computes as it always did.
+out of the ordinary (gradients, autocast, training), the module they stand for computes as it always did. So it does
+inside torch.compile, which fuses a norm with the residual addition before it and has less to check then.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from ..plans.plan import SelectedPlan
 from .launches import KEPT, is_plain_call
 from .linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear
 from .siblings import HELD
-from .tokens import QuantizedTokens, token_linear
-from .traced import all_traced, dynamic_linear, static_linear
+from .tokens import QuantizedTokens
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -98,9 +98,9 @@ class FusedNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         if _is_traced():
-            return self._traced(x)
+            return self.original(x)
         if not is_plain_call(x) or x.dtype not in _FLOATS:
-            return self.original(x) if _needs_floats(x) else self._traced(x)
+            return self.original(x) if _needs_floats(x) else self._dispatched(x)
         if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._read_by_linears():
             return self.original(x)
         weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
@@ -124,16 +124,12 @@ class FusedNorm(nn.Module):
         """Whether the linears are still where they were: an adapter in the place of one reads floats."""
         return all(modules.get(name) is linear and not _watched(linear) for modules, name, linear in self.readers)
 
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _known_readers(self) -> bool:
-        """The same while a trace is made, which then holds for its code."""
-        return self._read_by_linears()
-
     def _learns(self) -> bool:
         return any(p is not None and p.requires_grad for p in self._parameters.values())
 
-    def _traced(self, x: Tensor) -> Any:
-        if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._known_readers():
+    def _dispatched(self, x: Tensor) -> Any:
+        """By torch's operators: for modes and transforms, which must see them."""
+        if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._read_by_linears():
             return self.original(x)
         _, mode, kind, low, high = self.quantizer.options()
         scale, zero_point = self.quantizer.scales()
@@ -176,19 +172,16 @@ class FusedMLP(nn.Module):
         floats = x.q if type(x) is QuantizedTokens else x
         gate_name, up_name, down_name = self.names
         modules = self._modules
-        if not self._whole():
+        if _is_traced() or not self._whole():
             return self.original(x)
         gate, down = cast(IntegerLinear, modules[gate_name]), cast(IntegerLinear, modules[down_name])
         if type(x) is not QuantizedTokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
             return self.original(x)
         if _is_grad_enabled() and (_learns(gate) or _learns(modules[up_name]) or _learns(down)):
             return self.original(x)
-        both = None
-        if (member := gate._member) is not None:
-            both = all_traced(member, x, _compute_of(gate, x)) if _is_traced() else member.all_of(gate, x)
+        both = None if (member := gate._member) is None else member.all_of(gate, x)
         inputs = (gate(x), modules[up_name](x)) if both is None else (both, None)  # type: ignore[misc]
-        traced = _is_traced() or not is_plain_call(floats)
-        return down(self._product(inputs, traced))
+        return down(self._product(inputs, not is_plain_call(floats)))
 
     def _whole(self) -> bool:
         """Whether the linears are what they were: an adapter in the place of one reads floats."""
@@ -196,10 +189,10 @@ class FusedMLP(nn.Module):
             self._modules[self.names[2]]
         )
 
-    def _product(self, inputs: tuple[Tensor, Tensor | None], traced: bool) -> QuantizedTokens:
+    def _product(self, inputs: tuple[Tensor, Tensor | None], dispatched: bool) -> QuantizedTokens:
         gate, up = inputs
         _, mode, kind, low, high = self.quantizer.options()
-        if traced or not is_plain_call(gate):
+        if dispatched or not is_plain_call(gate):
             scale, zero_point = self.quantizer.scales()
             made = gated_quantize(
                 gate,
@@ -259,13 +252,6 @@ def _handed_on(plan: SelectedPlan, inputs: tuple[Any, ...], like: Tensor, quanti
 
 def _as_like(q: Tensor, like: Tensor) -> Tensor:
     return q if like.ndim == 2 else q.view(*like.shape[:-1], q.shape[-1])
-
-
-def _compute_of(linear: IntegerLinear, x: Any) -> Any:
-    """What a trace computes a linear with."""
-    if type(x) is QuantizedTokens:
-        return token_linear
-    return static_linear if isinstance(linear, SmoothQuantLinear) else dynamic_linear
 
 
 def _watched(module: Any) -> bool:

@@ -66,15 +66,6 @@ def share_traced(member: Member, x: Any, compute: Callable[[Any, Traced, str], T
     return y.narrow(-1, int(start), int(size))
 
 
-def all_traced(member: Member, x: Any, compute: Callable[[Any, Traced, str], Tensor]) -> Tensor | None:
-    """`Member.all_of` inside torch.compile."""
-    facts = member.facts()
-    if facts is None or member.traced is None or not asks_siblings():
-        return None
-    _, start, _, count, settings = facts.split(" ", 4)
-    return compute(x, member.traced, settings) if (start, count) == ("0", "2") else None
-
-
 def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
     """The forward of a QuantizedLinear inside torch.compile."""
     x = under_autocast(x)
