@@ -28,7 +28,9 @@ from baracuda import (
 )
 from baracuda.backends.nonlinearity import F32, F64
 from baracuda.core.optable import OPS
-from baracuda.core.problem import Problem
+from baracuda.core.problem import Problem, quantization_problem
+from baracuda.core.scope import View
+from baracuda.core.types import SUM_LANES, SUM_STEPS, NormStyle, OpCategory
 
 Array = np.ndarray[Any, Any]
 ZERO_POINT_LIMIT = 16776960
@@ -206,6 +208,8 @@ def expected(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     with quiet():
         if p.op in (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR):
             return _linear(p, operands)
+        if OPS[p.op].category is OpCategory.FUSED:
+            return _fused(p, operands)
         if OPS[p.op].dynamic:
             return _dynamic(p, operands)
         return _static(p, operands)
@@ -309,7 +313,8 @@ def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     results = {}
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
         act_scale = operands["act_scale"]
-        scale = math(decode(act_scale)[()] if isinstance(act_scale, Tensor) else act_scale)
+        scale = np.asarray(decode(act_scale) if isinstance(act_scale, Tensor) else act_scale).astype(math)
+        scale = scale[:, None] if scale.ndim else scale[()]
         zero_point, q = np.int64(operands["act_zero_point"] or 0), decode(operands["act_q"])
     else:
         activation = Problem(
@@ -328,3 +333,79 @@ def _linear(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
     if operands["residual"] is not None:
         y = y + decode(operands["residual"]).astype(math)
     return results | {"output": encode(y, p.element)}
+
+
+# -- norms and gated products ------------------------------------------------------------------------------------
+
+
+def held(values: Array, kind: ElementKind) -> Array:
+    """The values after a round trip through a float type."""
+    pattern = np.asarray(encode(values, kind))
+    if kind is ElementKind.BF16:
+        return (pattern.astype(np.uint32) << 16).view(np.float32)
+    return pattern.view({"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind.value])
+
+
+def row_sum(row: Array) -> np.float64:
+    """The sum of a row in the order of the contract: lanes, their halves, and the blocks of them as one more."""
+
+    def blocks(values: list[Any], lanes: int, steps: int) -> list[Any]:
+        found = []
+        for first in range(0, max(1, len(values)), lanes * steps):
+            sums = [np.float64(0.0)] * lanes
+            for i, value in enumerate(values[first : first + lanes * steps]):
+                sums[i % lanes] = sums[i % lanes] + value
+            while len(sums) > 1:
+                half = len(sums) // 2
+                sums = [sums[i] + sums[half + i] for i in range(half)]
+            found.append(sums[0])
+        return found
+
+    parts = blocks(list(row), View(1, 1, len(row), 1).sum_lanes, SUM_STEPS)
+    return blocks(parts, SUM_LANES, max(1, -(-len(parts) // SUM_LANES)))[0]
+
+
+def _fused(p: Problem, operands: dict[str, Any]) -> dict[str, Array]:
+    math, results = math_type(p), {}
+    if "gate" in operands:
+        gate = decode(operands["gate"]).astype(math)
+        up = gate[..., p.shape[-1] :] if p.halves else decode(operands["up"]).astype(math)
+        y = held(activated(gate[..., : p.shape[-1]], p.nonlinearity), p.element).astype(math) * up
+    else:
+        x = decode(operands["input"])
+        if p.adds:
+            x = held(x.astype(math) + decode(operands["addend"]).astype(math), p.element)
+            results["sum_out"] = encode(x, p.element)
+        y = _normed(x.reshape(-1, p.shape[-1]) if x.size else x.reshape(0, p.shape[-1]), p, operands).reshape(p.shape)
+    if p.op in (QuantizeKind.NORM, QuantizeKind.GATED):
+        return results | {"output": encode(y, p.element)}
+    y, inner = held(y, p.element).astype(math), quantization_problem(p)
+    if not OPS[p.op].dynamic:
+        scale = spread(operands["scale"], p.shape, p.scope, math)
+        zero_point = spread(operands["zero_point"], p.shape, p.scope, np.int64)
+        zero_point = np.minimum(np.maximum(zero_point, -ZERO_POINT_LIMIT), ZERO_POINT_LIMIT)
+        return results | {"output": store(quantized(y, scale, zero_point, inner), p.quantized)}
+    scale, zero_point, q = dynamic(y, inner)
+    results |= {"scale_out": encode(scale, p.scale_element), "output": store(q, p.quantized)}
+    if operands.get("zero_point_out") is not None:
+        results["zero_point_out"] = zero_point.astype(np.int32).view(np.uint32)
+    return results
+
+
+def _normed(rows: Array, p: Problem, operands: dict[str, Any]) -> Array:
+    math, wide = math_type(p), rows.astype(np.float64)
+    size = np.float64(p.shape[-1])
+    if p.norm is NormStyle.LAYER:
+        wide = np.stack([row - row_sum(row) / size for row in wide]) if len(wide) else wide
+    y = np.empty(rows.shape, math)
+    for i, row in enumerate(wide):
+        inverse = np.float64(1) / np.sqrt(row_sum(row * row) / size + np.float64(p.eps))
+        y[i] = row.astype(math) * math(inverse)
+    if p.norm is NormStyle.LLAMA:
+        y = held(y, p.element).astype(math)
+    if operands["norm_weight"] is not None:
+        weight = decode(operands["norm_weight"]).astype(math)
+        y = y * (math(1) + weight if p.norm is NormStyle.GEMMA else weight)
+    if operands["norm_bias"] is not None:
+        y = y + decode(operands["norm_bias"]).astype(math)
+    return y
