@@ -93,7 +93,7 @@ def problems(shape: tuple[int, ...], quick: bool) -> Iterator[tuple[str, Problem
             continue
         for op in QuantizeKind:
             row = OPS[op]
-            if not (row.elementwise or row.dynamic) or row.category is OpCategory.GEMM:
+            if not (row.elementwise or row.dynamic) or row.category is not OpCategory.QUANTIZATION:
                 continue
             for scope_name, scope in SCOPES.items():
                 for kind in _kinds(op, quick):

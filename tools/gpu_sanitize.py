@@ -92,7 +92,8 @@ def odd() -> list[Case]:
     quantizing = [op for op, row in OPS.items() if row.category is not OpCategory.GEMM]
     for op, kind in product(quantizing, (ElementKind.S8, ElementKind.S4)):
         if op is not QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD:
-            p = Problem(op, (5, 264), ElementKind.BF16, kind, 1 - 2 ** (kind.bits - 1), kind.q_max, PerToken())
+            scope = PerTensor() if op in (QuantizeKind.NORM_QUANTIZE, QuantizeKind.GATED_QUANTIZE) else PerToken()
+            p = Problem(op, (5, 264), ElementKind.BF16, kind, 1 - 2 ** (kind.bits - 1), kind.q_max, scope)
             cases.append(Case(p))
     p = Problem(QuantizeKind.SMOOTHQUANT_LINEAR, (33, 72, 528), ElementKind.BF16, ElementKind.S8, -127, 127)
     return [*cases, Case(p)]

@@ -85,7 +85,7 @@ def _answer(conversation: Conversation, text: str, max_tokens: int, temperature:
         return None
     output.data({"prompt": text, **asdict(reply)})
     if draws:
-        print()
+        print(flush=True)
     if not output.quiet and draws:
         rate = f"{reply.tokens} tokens in {reply.seconds:.1f} s, {reply.tokens / max(reply.seconds, 1e-9):.1f} a second"
         stderr.print(f"[dim]{rate}[/]", highlight=False)

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from baracuda.schemes import checkpoint_names, method_names
-from baracuda_cli import app, quantize
+from baracuda_cli import app, quantize, terminal
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 run = CliRunner()
@@ -75,7 +75,8 @@ def quantized(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_inspect_shows_the_scheme_the_sizes_and_each_module(quantized: Path) -> None:
+def test_inspect_shows_the_scheme_the_sizes_and_each_module(quantized: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal.console, "width", 160)
     found = json.loads(run.invoke(app, ["inspect", str(quantized), "--json"]).stdout)
     stored = {module["name"]: module for module in found["modules"]}
     linear = stored["model.layers.0.mlp.down_proj"]
@@ -86,10 +87,10 @@ def test_inspect_shows_the_scheme_the_sizes_and_each_module(quantized: Path) -> 
     assert linear["bytes"] < 0.4 * same["bytes"]
     assert found["bytes"] == sum(module["bytes"] for module in found["modules"])
     assert found["parameters"] == original["parameters"] and "not quantized" in original["note"]
-    done = run.invoke(app, ["inspect", str(quantized)], env={"COLUMNS": "160"})
+    done = run.invoke(app, ["inspect", str(quantized)])
     assert "w4a16, groups of 32 (compressed-tensors, pack-quantized)" in done.output
     assert "model.layers.*.mlp.down_proj" in done.output
-    each = run.invoke(app, ["inspect", str(quantized), "--layers"], env={"COLUMNS": "160"})
+    each = run.invoke(app, ["inspect", str(quantized), "--layers"])
     assert "model.layers.2.mlp.down_proj" in each.output
 
 

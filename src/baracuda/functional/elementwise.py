@@ -126,7 +126,7 @@ def dynamic_quantize(
     x = as_tensor(x, "x").detach()
     spec = dynamic_spec(x.dtype, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
     scale, zero_point, q = _dynamic(QuantizeKind.DYNAMIC_QUANTIZE, x, spec)
-    size = x.shape[-1] if spec.quantized.is_packed else None
+    size = x.shape[-1] if spec.quantized.is_packed and x.ndim else None
     return Quantized(q, scale, zero_point, scope=scope, element=spec.quantized, dtype=x.dtype, size=size)
 
 

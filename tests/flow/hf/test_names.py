@@ -382,10 +382,12 @@ def test_floats_that_no_module_reads_are_no_reason_to_refuse_a_checkpoint(good: 
 
 def test_a_checkpoint_whose_files_are_links_is_loaded(good: Path, tmp_path: Path) -> None:
     """As in the cache of the hub."""
-    (tmp_path / "out").mkdir()
-    for path in good.iterdir():
-        (tmp_path / "out" / path.name).symlink_to(path)
-    baracuda.load(tmp_path / "out", fuse=False)
+    snapshot, blobs = tmp_path / "snapshots" / "abc", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(good, blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(Path("..") / ".." / "blobs" / path.name)
+    baracuda.load(snapshot, fuse=False)
 
 
 @pytest.mark.parametrize("damage", ["no norm", "another shape", "another name"])

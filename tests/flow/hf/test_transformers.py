@@ -298,6 +298,7 @@ def test_verify_flags_what_training_left_behind(llama: Path, tmp_path: Path) -> 
     path = tmp_path / "out" / "model.safetensors"
     left = "model.layers.0.mlp.up_proj.weight_fake_quantize.scale"
     write_tensors(path, read_tensors(path) | {left: torch.ones(96)}, {"format": "pt"})
+    models.reseal(tmp_path / "out")
     found = verify(tmp_path / "out")
     assert [(finding.code, finding.where) for finding in found] == [("extra-tensor", left)]
     assert "training" in found[0].message

@@ -17,10 +17,10 @@ from ....core import types
 from ..dynamic.extremes import Region, columns_of, extremes, further, load_parts, span_of
 from ..dynamic.kernels import Dynamic, quantize_parts, settle
 from ..elementwise.kernels import NEVER, Elementwise, Segment, divides, finish_tile
-from ..numerics.conversions import INTERPRETED, load_scale, load_zero_point, narrow, widen
-from ..numerics.division import invert
+from ..numerics.conversions import load_scale, load_zero_point, narrow, widen
 from ..numerics.indices import Place, as_offset, loop_bound
 from ..numerics.nonlinearity import nonlinear
+from ..numerics.norms import count_in_f64, from_f64, in_f64, inverse_root, mean_of
 from ..numerics.rounding import FAR, PLAIN, awkward
 from ..pdl import wait_for_previous
 
@@ -134,11 +134,6 @@ def added(x_ptr, addend_ptr, sum_ptr, region, MASKED: tl.constexpr, PARTS: tl.co
 
 
 @triton.jit
-def in_f64(x):
-    return widen(x, x.dtype == tl.float64).to(tl.float64)
-
-
-@triton.jit
 def summed(
     lanes, parts, mean, region, SQUARES: tl.constexpr, MASKED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
 ):
@@ -211,18 +206,6 @@ def row_sum(parts, mean, region, SQUARES: tl.constexpr, MASKED: tl.constexpr, TI
 
 
 @triton.jit
-def inverse_root(squares, size, EPS: tl.constexpr):
-    """1 / sqrt(squares / size + eps), each step rounded to f64 as IEEE 754 has it."""
-    eps = tl.full([], EPS, tl.int64).to(tl.float64, bitcast=True)
-    mean = squares / size + eps
-    if INTERPRETED:
-        root = tl.sqrt(mean)
-    else:
-        root = tl.inline_asm_elementwise("sqrt.rn.f64 $0, $1;", "=d,d", [mean], tl.float64, is_pure=True, pack=1)
-    return invert(root, True)
-
-
-@triton.jit
 def normalized(
     parts, weight_ptr, bias_ptr, mean, inverse, region, MASKED: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
     RULE: tl.constexpr,
@@ -236,8 +219,7 @@ def normalized(
         if mean is None:
             x = widen(parts, F64)
         else:
-            x = in_f64(parts) - mean
-            x = x if F64 else x.to(tl.float32)
+            x = from_f64(in_f64(parts) - mean, F64)
         y = x * inverse
         if RULE.style == "llama":
             y = widen(narrow(y, dtype, True), F64)
@@ -273,10 +255,10 @@ def norm(
     line = index[:, None]
     region = Region(start=line * width, column=0, line=line, lines=lines, width=width, stride=0)
     parts = added(x_ptr, addend_ptr, sum_ptr, region, MASKED, TILE.parts, TILE)
-    size = (tl.zeros([1], tl.int32) + width).to(tl.float64)
+    size = count_in_f64(width)
     math: tl.constexpr = tl.float64 if RULE.f64 else tl.float32
     if RULE.style == "layer":
-        mean = (row_sum(parts, None, region, False, MASKED, TILE) / size)[:, None]
+        mean = mean_of(row_sum(parts, None, region, False, MASKED, TILE), size)[:, None]
         squares = row_sum(parts, mean, region, True, MASKED, TILE)
         inverse = inverse_root(squares, size, EPS).to(math)[:, None]
         parts = normalized(parts, weight_ptr, bias_ptr, mean, inverse, region, MASKED, TILE.parts, TILE, RULE)
@@ -320,11 +302,11 @@ def long_norm(
             region = Region(start=start, column=column, line=line, lines=lines, width=width, stride=0)
             added(x_ptr, addend_ptr, sum_ptr, region, True, TILE.parts, TILE)
         tl.debug_barrier()  # what other threads have stored is read from here on
-    size = (tl.zeros([1], tl.int32) + width).to(tl.float64)
+    size = count_in_f64(width)
     math: tl.constexpr = tl.float64 if RULE.f64 else tl.float32
     mean = size[:, None]
     if RULE.style == "layer":
-        mean = (long_sum(from_ptr, start, None, lines, line, width, False, TILE) / size)[:, None]
+        mean = mean_of(long_sum(from_ptr, start, None, lines, line, width, False, TILE), size)[:, None]
         squares = long_sum(from_ptr, start, mean, lines, line, width, True, TILE)
     else:
         squares = long_sum(from_ptr, start, None, lines, line, width, True, TILE)
