@@ -37,7 +37,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PerToken, PlanPreference, QuantizeKind
+from baracuda import (
+    Activation,
+    BackendKind,
+    DynamicRangeMode,
+    ElementKind,
+    PerTensor,
+    PerToken,
+    PlanPreference,
+    QuantizeKind,
+)
 from baracuda.backends.triton.linear.hopper import gemm as hopper
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem, scale_elements
