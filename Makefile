@@ -28,13 +28,13 @@ slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, mo
 	$(BIN)/python -m pytest -m slow --slow tests/backends/cpu/test_sweeps.py tests/contract
 
 interpreter: .venv/installed  ## the Triton kernels on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/backends/cpu/test_empty.py tests/contract/test_honest.py -m "not gpu"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 tests/backends/triton tests/backends/cpu/test_empty.py tests/contract/test_honest.py tests/contract/test_invariance.py -m "not gpu"
 
 vllm: .venv/installed  ## our checkpoints in a real vLLM (its CPU build, in an environment of its own), with and without the plug-in
 	$(BIN)/python tools/vllm_env.py
 
 ROWS ?=
-compat: .venv/installed  ## the tests at the ends of the version ranges; ROWS=--ends for those that CI runs
+compat: .venv/installed  ## the tests at the ends of the version ranges; ROWS=--ends for the oldest alone
 	$(BIN)/python tools/compat.py $(ROWS)
 
 SECONDS ?= 600
@@ -49,7 +49,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu tests/backends/cpu/test_empty.py tests/contract/test_honest.py -m "gpu and not alone" -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/backends/cpu/test_empty.py tests/contract/test_honest.py tests/contract/test_invariance.py -m "gpu and not alone" -p no:benchmark -n 8
 	$(GPU_PYTHON) -m pytest tests/gpu -m "gpu and alone" -p no:benchmark -n 0
 
 gpu-bench:
