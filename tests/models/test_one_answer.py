@@ -81,3 +81,11 @@ def test_what_is_not_known_counts_as_dependent() -> None:
 def test_a_scheme_that_is_none_is_refused() -> None:
     with pytest.raises(baracuda.InvalidProblem, match="scheme"):
         baracuda.deterministic(nn.Sequential(nn.Linear(2, 2)), "w9a9")
+
+
+def test_a_weight_only_linear_is_not_called_invariant() -> None:
+    from baracuda.flow.hf.packed import PackedLinear
+
+    linear = PackedLinear(64, 8, bias=False, group_size=32)
+    report = baracuda.deterministic(nn.Sequential(linear), replace=False)
+    assert "beyond 32 rows" in report.dependent["0"] and not report.holds

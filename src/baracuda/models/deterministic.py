@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..nn.fused import FusedNorm
+from ..nn.linear import IntegerLinear
 from ..nn.siblings import Sibling
 from ..schemes import LinearScheme, LiveScheme
 from .replace import quantize_model
@@ -76,7 +78,7 @@ def deterministic(
 
 
 def _computes(module: nn.Module) -> bool:
-    return isinstance(module, (Sibling, *_BY_ELEMENT))
+    return isinstance(module, (IntegerLinear, *_BY_ELEMENT))
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -86,6 +88,10 @@ def _why_not(module: nn.Module) -> str | None:
         if isinstance(module, kinds):
             return why
     kind = type(module).__name__
+    if isinstance(module, Sibling):
+        return "weight-only: on a CPU, beyond 32 rows, torch multiplies in an order of its own"
+    if isinstance(module, FusedNorm):
+        return "a fused norm has one order, but inside torch.compile torch's own norm takes its place"
     if "norm" in kind.lower():
         return "torch promises no order for a norm's sum"
     if any(True for _ in module.children()) or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
