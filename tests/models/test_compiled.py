@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import models
 import pytest
 import torch
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 
 import baracuda
@@ -78,6 +80,27 @@ def test_merged_siblings_leave_four_products_a_layer() -> None:
         products[merge] = sum("quantized_linear" in str(node.target) for node in graph.graph.nodes), tokens
     assert (products[True][0], products[False][0]) == (8, 14)
     assert torch.equal(products[True][1], products[False][1])
+
+
+def guards_of(model: Any) -> str:
+    """What compiled code checks before each step, while the device waits."""
+    torch._dynamo.reset()
+    generated(model, 1, compiled=True, backend="eager")
+    texts, function = [], type(model).forward
+    while function is not None:
+        texts += [str(entry.guard_manager) for entry in _debug_get_cache_entry_list(function.__code__)]
+        function = getattr(function, "__wrapped__", None)
+    (text,) = texts
+    return text
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8"])
+def test_a_step_checks_no_more_tensors_one_by_one_than_that_of_the_float_model(scheme: str) -> None:
+    """Buffers of modules that torch.compile does not know are compared with each other before each step."""
+    floats, quantized = guards_of(models.build("llama")), guards_of(llama(scheme, fuse=True))
+    assert floats.count("NO_TENSOR_ALIASING") == quantized.count("NO_TENSOR_ALIASING") > 0
+    read = re.findall(r"source=G\['__import_(baracuda[^']*)", quantized)
+    assert {name.split("_dot_")[1] for name in read} == {"nn"}, "a trace reads no tables of the library"
 
 
 def test_inductor_compiles_it() -> None:

@@ -77,8 +77,12 @@ class Operator:
             else:
                 tensor = isinstance(value, Tensor)
                 arguments += [value, None] if tensor else [None, value]
-        result = self.call(*arguments, *schema.encode(spec), size, grad_factor)
+        result = self.call(*arguments, *self.encoded(spec, size, grad_factor))
         return (result,) if isinstance(result, Tensor) else tuple(result)
+
+    def encoded(self, spec: Spec, size: int | None = None, grad_factor: float = 1.0) -> tuple[Any, ...]:
+        """What the operator takes behind its inputs."""
+        return *schema.encode(spec), size, grad_factor
 
     def _require_numbers(self, inputs: tuple[Value, ...], spec: Spec) -> None:
         """Check numbers as a plan does: the dispatcher would accept True as a number, and has other error texts."""

@@ -169,11 +169,11 @@ class FusedMLP(nn.Module):
         return {**self.__dict__, "_plans": {}}
 
     def forward(self, x: Any) -> Any:
+        if _is_traced() or not self._whole():  # a trace reads no tuple: each would be guarded by itself
+            return self.original(x)
         floats = x.q if type(x) is QuantizedTokens else x
         gate_name, up_name, down_name = self.names
         modules = self._modules
-        if _is_traced() or not self._whole():
-            return self.original(x)
         gate, down = cast(IntegerLinear, modules[gate_name]), cast(IntegerLinear, modules[down_name])
         if type(x) is not QuantizedTokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
             return self.original(x)
@@ -224,6 +224,10 @@ class FusedMLP(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{type(self.original).__name__} with {self.activation}, its product quantized where it is made"
+
+
+for _module in (FusedNorm, FusedMLP):
+    torch._dynamo.mark_static(_module)
 
 
 def _plan(

@@ -102,8 +102,6 @@ class Member(nn.Module):
 
     #: All siblings as one linear; None while they are computed apart.
     whole: Sibling | None
-    #: What a trace reads of it: its tensors.
-    traced: Traced | None
 
     def __init__(self, siblings: Siblings, part: Sibling, index: int, start: int, count: int) -> None:
         super().__init__()
@@ -114,7 +112,6 @@ class Member(nn.Module):
     def become(self, whole: Sibling | None) -> None:
         """Be one of this linear over all siblings; None computes them apart. It is no submodule: it has no name."""
         self.__dict__["whole"] = whole
-        self.__dict__["traced"] = None if whole is None else whole.traced_tensors()
 
     def share(self, part: Sibling, x: Any) -> Tensor | None:
         """This linear's columns of what all siblings compute; None where it must compute them itself."""
@@ -163,6 +160,12 @@ class Member(nn.Module):
 
     def _columns(self, y: Tensor | None) -> Tensor | None:
         return None if y is None else y.narrow(-1, self.start, self.size)
+
+
+# torch.compile guards the buffers of other modules for aliasing, tensor by tensor before each call. Of modules that it
+# takes for torch's own it checks whole trees by the versions of their dictionaries.
+for _module in (Sibling, Member):
+    torch._dynamo.mark_static(_module)
 
 
 class _Entry(weakref.ref[Tensor]):

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..functional import quantize, quantized_linear, smoothquant_linear
+from ..core.scope import PerTensor
+from ..core.types import Activation, Arithmetic, QuantizeKind
+from ..dispatch.operators import OPERATORS
+from ..dispatch.options import dynamic_spec, weight_only_spec
+from ..functional import quantize, quantized_linear, smoothquant_linear, weight_only_linear
 from .autocast import under_autocast
 from .siblings import Member, Traced
 from .tokens import QuantizedTokens
@@ -23,6 +27,9 @@ if TYPE_CHECKING:
 #: What siblings have computed while torch.compile traces them, by token: input, result, how many have yet to take it.
 #: Outside of a trace it is empty. It is not an attribute, since guards on one object behind many modules are slow.
 _TRACED: dict[str, tuple[Tensor, Tensor, int]] = {}
+
+_QUANTIZED_LINEAR = OPERATORS[QuantizeKind.QUANTIZED_LINEAR].call
+_WEIGHT_ONLY_LINEAR = OPERATORS[QuantizeKind.WEIGHT_ONLY_LINEAR].call
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
@@ -57,10 +64,10 @@ def share_traced(member: Member, x: Any, compute: Callable[[Any, Traced, str], T
     known = _TRACED.pop(token, None)
     if known is not None and known[0] is key:
         y, left = known[1], known[2] - 1
-    elif member.traced is None:
+    elif (whole := member.whole) is None:
         return None
     else:
-        y, left = compute(x, member.traced, settings), int(count) - 1
+        y, left = compute(x, whole.traced_tensors(), settings), int(count) - 1
     if left:
         _TRACED[token] = (key, y, left)
     return y.narrow(-1, int(start), int(size))
@@ -70,14 +77,20 @@ def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
     """The forward of a QuantizedLinear inside torch.compile."""
     x = under_autocast(x)
     weight, weight_scale, bias, weight_factor = tensors
+    bias = bias_as(bias, x.dtype)
+    assert weight is not None and weight_scale is not None
+    if not _learns(x, bias):
+        encoded = _dynamic_arguments(settings, x.dtype, _group(x, weight_factor))
+        rows, scale = x.reshape(-1, x.shape[-1]), weight_scale.view(-1)
+        y: Tensor = _QUANTIZED_LINEAR(rows, weight, scale, None, bias, None, None, weight_factor, *encoded)
+        return y.view(*x.shape[:-1], y.shape[-1])
     named: list[Any] = settings.split(" ")
     mode, activation, kind, low, high = named
-    assert weight is not None and weight_scale is not None
     return quantized_linear(
         x,
         weight,
         weight_scale,
-        bias_as(bias, x.dtype),
+        bias,
         mode=mode,
         dtype=activation,
         weight_element=kind,
@@ -85,6 +98,43 @@ def dynamic_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
         q_min=int(low),
         q_max=int(high),
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _dynamic_arguments(settings: str, dtype: torch.dtype, group: int) -> tuple[Any, ...]:
+    """The spec of a linear as its operator takes it. Computed while tracing: a trace guards every table it reads."""
+    named: list[Any] = settings.split(" ")
+    mode, activation, kind, low, high = named
+    divided, none = Arithmetic.DIVIDE, Activation.NONE
+    spec = dynamic_spec(
+        dtype, PerTensor(), mode, activation, int(low), int(high), None, False, divided, kind, none, group
+    )
+    return OPERATORS[QuantizeKind.QUANTIZED_LINEAR].encoded(spec)
+
+
+def _learns(x: Tensor, bias: Tensor | None) -> bool:
+    return _is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def _group(x: Tensor, weight_factor: Tensor | None) -> int:
+    return 0 if weight_factor is None else x.shape[-1] // weight_factor.shape[1]
+
+
+def float_linear(
+    x: Tensor, weight: Tensor, scale: Tensor, zero_point: Tensor | None, bias: Tensor | None, element: str
+) -> Tensor:
+    """The linear of floats and packed weights, with or without torch.compile."""
+    if not _is_traced() or _learns(x, bias):
+        return weight_only_linear(x, weight, scale, bias, weight_zero_point=zero_point, weight_element=element)  # type: ignore[arg-type]
+    encoded = _float_arguments(element, x.dtype, x.shape[-1] // scale.shape[1] if scale.shape[1] > 1 else 0)
+    y: Tensor = _WEIGHT_ONLY_LINEAR(x.reshape(-1, x.shape[-1]), weight, scale, zero_point, bias, None, *encoded)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _float_arguments(element: Any, dtype: torch.dtype, group: int) -> tuple[Any, ...]:
+    """As `_dynamic_arguments`."""
+    return OPERATORS[QuantizeKind.WEIGHT_ONLY_LINEAR].encoded(weight_only_spec(dtype, element, Activation.NONE, group))
 
 
 def static_linear(x: Tensor, tensors: Traced, settings: str) -> Tensor:
