@@ -14,13 +14,13 @@ from ...core.scope import PerGroup
 from ...core.types import Activation, BackendKind, ElementKind, QuantizeKind
 from ...dispatch.eager import cached_plan
 from ...dispatch.options import weight_only_spec
-from ...functional import dequantize, weight_only_linear
+from ...functional import dequantize
 from ...nn import QuantizedLinear
 from ...nn.autocast import under_autocast
 from ...nn.launches import Launches
 from ...nn.linear import IntegerLinear
 from ...nn.siblings import Sibling, Traced
-from ...nn.traced import asks_siblings, bias_as, share_traced
+from ...nn.traced import asks_siblings, bias_as, float_linear, share_traced
 from ...schemes.search import split_factors
 from ..checkpoint.nibbles import in_order, order_of_groups, unpack_rows
 from ..errors import FlowError
@@ -28,6 +28,9 @@ from ..errors import FlowError
 #: On the CPU, up to this many tokens are multiplied by the packed weight: a token has the same bits in each such batch.
 #: More are multiplied by the weight made float, which is faster then; torch chooses the order of those sums.
 FEW_TOKENS = 32
+
+#: The top bits of the eight integers in a word: flipping them turns q + 8 into two's complement, and back.
+_TOP_BITS = -0x77777778
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -47,6 +50,9 @@ def make_ready(model: nn.Module) -> nn.Module:
 
 class PackedLinear(Sibling):
     """y = x @ W.T + bias, W = (q - zero point) * scale in groups of columns; its state is what the checkpoint stores.
+
+    Checkpoints store q + 8. Once it is loaded, a weight without zero points is kept in two's complement (`signed`),
+    which the kernels multiply faster; its state_dict is as the checkpoint was.
 
     A few tokens are multiplied by the 4-bit weight as it lies in memory: up to 32 on the CPU, where a token has the
     same bits in every such batch; any number on a GPU that has a kernel for it. Other calls make the weight float.
@@ -99,6 +105,7 @@ class PackedLinear(Sibling):
         self._buffer("input_order", None)
         zeros = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
         self.register_parameter("bias", zeros)
+        self.signed = False
         self._launches = Launches()
 
     def _buffer(self, name: str, value: Tensor | None) -> None:
@@ -116,14 +123,24 @@ class PackedLinear(Sibling):
                     self.input_order = order
                 self.weight_g_idx = None
             self.zero_point = self._zero_points()
+            if not self.signed and self.zero_point is None:
+                self.weight_packed, self.signed = self.weight_packed ^ _TOP_BITS, True
 
     def _zero_points(self) -> Tensor | None:
-        """The zero point of each group, as the stored integers see it; None where all are 8."""
+        """The zero point of each group, as the stored integers see it; None where a weight has none."""
         words = self._buffers.get("weight_zero_point")  # siblings as one have what follows from it alone
         return None if words is None else unpack_rows(words, self.out_features).to(torch.int32)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.signed:
+            destination[prefix + "weight_packed"] = self.weight_packed ^ _TOP_BITS
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        stored = state_dict.get(prefix + "weight_packed")
+        if self.signed and stored is not None:
+            state_dict[prefix + "weight_packed"] = stored ^ _TOP_BITS
+        super()._load_from_state_dict(state_dict, prefix, *args)
         self.zero_point = None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -141,7 +158,8 @@ class PackedLinear(Sibling):
     def _whole(self, dtype: torch.dtype) -> Tensor:
         scale = self.weight_scale if self.weight_scale.dtype is dtype else self.weight_scale.float()
         weight, _, zero_point = self._operands()[:3]
-        return dequantize(weight, scale, zero_point, scope=PerGroup(self.group_size), element="u4", dtype=dtype)
+        kind = self._element
+        return dequantize(weight, scale, zero_point, scope=PerGroup(self.group_size), element=kind, dtype=dtype)
 
     def integer_linear(self, name: str) -> QuantizedLinear:
         """The integer linear of these weights; raises unless the scales of a row are integer multiples of one."""
@@ -154,8 +172,7 @@ class PackedLinear(Sibling):
         made = QuantizedLinear(
             self.in_features, self.out_features, False, weight_element="s4", weight_group=self.group_size
         )
-        # Stored offset by 8; flipping the top bit of each nibble gives two's complement.
-        made.weight = self.weight_packed.view(torch.uint8) ^ 0x88
+        made.weight = (self.weight_packed if self.signed else self.weight_packed ^ _TOP_BITS).view(torch.uint8)
         made.weight_scale, made.weight_factor = split[0].unsqueeze(1), split[1]
         made.bias = self.bias
         return made
@@ -190,7 +207,7 @@ class PackedLinear(Sibling):
             return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
         weight, scale, zero_point = self._operands()[:3]
         scale, added = scale if scale.dtype in (torch.float32, x.dtype) else scale.float(), bias_as(bias, x.dtype)
-        return weight_only_linear(x, weight, scale, added, weight_zero_point=zero_point, weight_element="u4")
+        return float_linear(x, weight, scale, zero_point, added, "s4" if self.signed else "u4")
 
     def _shared(self, x: Tensor) -> Tensor | None:
         """Its columns of what it computes with its siblings, if it does."""
@@ -210,24 +227,28 @@ class PackedLinear(Sibling):
     def _multiplies_packed(self, x: Tensor) -> bool:
         if x.is_cpu:
             return bool(x.numel() <= FEW_TOKENS * self.in_features)
-        return bool(has_kernel(x.device, x.dtype, self.out_features, self.in_features, self._group))
+        return bool(has_kernel(x.device, x.dtype, self.out_features, self.in_features, self._group, self.signed))
 
     @property
     def _group(self) -> int:
         """As problems name it: 0 for one group a row."""
         return self.group_size if self.group_size < self.in_features else 0
 
-    def _spec(self, dtype: torch.dtype) -> Spec:
-        return weight_only_spec(dtype, ElementKind.U4, Activation.NONE, self._group)
+    @property
+    def _element(self) -> ElementKind:
+        return ElementKind.S4 if self.signed else ElementKind.U4
 
-    def _operands(self) -> tuple[Tensor, Tensor, Tensor, Any]:
+    def _spec(self, dtype: torch.dtype) -> Spec:
+        return weight_only_spec(dtype, self._element, Activation.NONE, self._group)
+
+    def _operands(self) -> tuple[Tensor, Tensor, Tensor | None, Any]:
         weight, scale, zero_point = self.weight_packed.view(torch.uint8), self.weight_scale, self.zero_point
-        if zero_point is None:
+        if zero_point is None and not self.signed:
             zero_point = self._zero_points()
             if zero_point is not None and not _is_traced() and not _dispatch_modes():
                 self.zero_point = zero_point
-        if zero_point is None:
-            zero_point = _eights(scale.device, scale.shape[1]).expand(scale.shape)
+            elif zero_point is None:  # not made ready yet
+                zero_point = torch.full_like(scale, 8, dtype=torch.int32)
         return weight, scale, zero_point, self.bias
 
     def _inputs(self, x: Tensor, operands: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -239,27 +260,14 @@ class PackedLinear(Sibling):
         return sizes + kinds + ("" if self.input_order is None else ", groups put in order")
 
 
-def _eights(device: torch.device, groups: int) -> Tensor:
-    """The zero point of symmetric weights, which are stored offset by 8."""
-    if _is_traced() or _dispatch_modes():
-        return torch.full((1, groups), 8, dtype=torch.int32, device=device)
-    return _kept_eights(device, groups)
-
-
-@lru_cache(maxsize=256)
-def _kept_eights(device: torch.device, groups: int) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((1, groups), 8, dtype=torch.int32, device=device)
-
-
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int) -> bool:
+def has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int, signed: bool) -> bool:
     """Whether something faster than the reference multiplies floats by packed weights of this shape."""
-    return _has_kernel(device, dtype, n, k, group)
+    return _has_kernel(device, dtype, n, k, group, signed)
 
 
 @lru_cache(maxsize=4096)
-def _has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int) -> bool:
-    spec = weight_only_spec(dtype, ElementKind.U4, Activation.NONE, group)
+def _has_kernel(device: torch.device, dtype: torch.dtype, n: int, k: int, group: int, signed: bool) -> bool:
+    spec = weight_only_spec(dtype, "s4" if signed else "u4", Activation.NONE, group)
     plans = [cached_plan(device, QuantizeKind.WEIGHT_ONLY_LINEAR, (m, n, k), spec) for m in (1, 2048)]
     return all(plan.kernel.backend is not BackendKind.REFERENCE for plan in plans)
