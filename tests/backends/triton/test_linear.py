@@ -308,12 +308,32 @@ else:
         assert (f"mul.rn.{name}x2" in ptx) == plain and (f"cvt.rn.{name}x2.f32" in ptx) == (not plain or case[0] > 0)
         assert "fma.rn" not in ptx
 
+    @pytest.mark.parametrize("m, group, plain", [(1, 128, True), (8, 64, False), (16, 32, True), (32, 0, True)])
+    def test_few_tokens_multiply_weights_that_were_decoded_in_registers(m, group, plain, tmp_path) -> None:
+        tile = linear_tune.few_floats(m, 14336, 4096, 132)
+        forms, kinds = binding.term_forms(None, None, None, None, 1)
+        kinds = kinds._replace(scale="none", weight_scale="none")
+        form = FloatForm(True, plain, group, plain, "prefetch")
+        scale, zeros = ("*bf16", "*u8") if plain else ("*fp32", "*i32")
+        source = few_launch.few_floats_source(tile, form, torch.bfloat16, forms, kinds, 14336, scale, zeros)
+        options = {"enable_fp_fusion": False, "num_warps": tile.warps, "launch_pdl": True}
+        compiled = triton.compile(source, target=HOPPER, options=options | {"maxnreg": tile.thread_registers})
+        ptx, binary = compiled.asm["ptx"], tmp_path / "few.ptx"
+        assert re.search(rf"wgmma\.mma_async\S+m64n{tile.tokens}k16\.f32\.bf16\.bf16 \{{[^}}]*\}}, \{{", ptx)
+        assert (compiled.metadata.shared + 1024) * tile.programs <= LIMIT + 1024
+        assert ("mul.rn.bf16x2" in ptx) == plain and "fma.rn" not in ptx
+        binary.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(binary), "-o", str(tmp_path / "few.cubin")]
+        assert " 0 bytes spill stores" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
     @pytest.mark.parametrize(
         "n, k, parts", [(4096, 14336, 4), (4096, 4096, 1), (8192, 8192, 2), (14336, 4096, 1), (8, 512, 1)]
     )
     def test_the_parts_of_a_float_sum_depend_on_the_weight_alone(n, k, parts) -> None:
         for m in (1, 16, 17, 64, 65, 128, 129, 2048):
             tile = linear_tune.weight_only(m, n, k, True, 132)
+            if m <= linear_tune.FEW_FLOAT_TOKENS:
+                assert linear_tune.few_floats(m, n, k, 132).split == parts
             assert tile.split == parts and linear_tune.PART_OF_K % (2 * tile.k) == 0
         assert (parts - 1) * -(-k // parts // linear_tune.PART_OF_K) * linear_tune.PART_OF_K < k
 

@@ -106,9 +106,13 @@ def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
     return replace(made, relative_error=made.relative_error + rounding * (1 + made.relative_error))
 
 
-def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed:
-    m, n, k = p.shape
-    return tune.weight_only(m, n, k, p.weight.is_packed, processors_of(device))
+def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few:
+    (m, n, k), packed = p.shape, p.weight.is_packed
+    if packed and m <= tune.FEW_FLOAT_TOKENS:
+        few = tune.few_floats(m, n, k, processors_of(device))
+        if tune.few_takes_groups(few, p.weight_group):
+            return few
+    return tune.weight_only(m, n, k, packed, processors_of(device))
 
 
 def few_tile(p: Problem, device: torch.device) -> tune.Few | None:

@@ -95,15 +95,28 @@ class Few:
     wgmma: bool = False
     #: Steps that are fetched into L2 while the previous kernel still runs.
     ahead: int = 8
+    #: K is cut into this many parts, whose sums a second kernel adds in their order.
+    split: int = 1
+    #: Warps of a program: a warpgroup for 64 rows, where it multiplies by warpgroups.
+    warps: int = 4
 
     @property
     def schedule(self) -> str:
-        folds = f", K in {self.fold}" if self.fold > 1 else ""
+        folds = f", K in {self.fold * self.split}" if self.fold * self.split > 1 else ""
         return f"{self.rows} rows x {self.tokens} tokens x {self.k} bytes, {self.stages} stages{folds}"
+
+    @property
+    def apart(self) -> bool:
+        """Whether parts of K lie in programs of their own."""
+        return self.split > 1
+
+    @property
+    def thread_registers(self) -> int:
+        return 65536 // self.programs // (32 * self.warps) // 8 * 8
 
     def grid(self, n: int, processors: int) -> int:
         """Programs that all have the same number of units, but for the last."""
-        units = -(-n * self.fold // self.rows)
+        units = -(-n * self.fold // self.rows) * self.split
         rounds = -(-units // (self.programs * processors))
         return -(-units // rounds)
 
@@ -245,9 +258,26 @@ def packed(m: int, n: int, k: int, out_bytes: int, processors: int) -> Packed:
     return replace(tile, split=split, apart=split > 1)
 
 
+#: The most tokens that the weight-only kernel for few takes: for more, decoding warps are faster.
+FEW_FLOAT_TOKENS = 32
+
+
+def weight_only_split(n: int, k: int, processors: int) -> int:
+    """The parts of K of a weight-only linear. They depend on the weight alone: they are part of the result."""
+    return parts(-(-n // 64), k, 3072, 2 * processors)
+
+
+def few_floats(m: int, n: int, k: int, processors: int) -> Few:
+    """The schedule of a packed weight-only linear and few tokens."""
+    split, tokens = weight_only_split(n, k, processors), max(8, power_of_two(m))
+    if m <= 16:
+        return Few(tokens, 64, 128, 4 if m <= 8 else 3, 4, 1, wgmma=True, split=split)
+    return Few(tokens, 128, 128, 3, 2, 1, wgmma=True, split=split, warps=8)
+
+
 def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed:
-    """The schedule of a weight-only linear. The parts of K depend on the weight alone: they are part of the result."""
-    split = parts(-(-n // 64), k, 3072, 2 * processors)
+    """The schedule of a weight-only linear behind decoding warps."""
+    split = weight_only_split(n, k, processors)
     if m <= 16:
         tokens = max(8, power_of_two(m))
         tile = Packed(tokens, 64, 128, 2 if packed else 3, 3, tokens, 8, 1, 2)

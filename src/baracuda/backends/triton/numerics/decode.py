@@ -84,29 +84,28 @@ def name_of(dtype: gl.dtype) -> str:
 
 @triton.constexpr_function
 def nibbles_asm(kind: str, signed: bool) -> str:
-    """$0 to $3 = the pairs of the bytes of $4 times the two halves of $5: products of integers of 5 bits and 16-bit
-    floats, which one rounding to 16 bits makes what f32 and a second rounding make."""
+    """$0 to $3 = the pairs of the bytes of $4 times the two halves of $5 to $8, one word for each byte: products of
+    integers of 5 bits and 16-bit floats, which one rounding to 16 bits makes what f32 and a second rounding make."""
     one = 0x43004300 if kind == "bf16" else 0x64006400
     less = one + 0x00080008 if signed else one
     text = ["{ .reg .b32 o, r, c;", f"mov.b32 c, {less:#x}; shr.u32 o, $4, 4;"]
     for j in range(4):
         # The sign bit of two's complement is flipped on the way: the value plus 8.
         text.append(f"prmt.b32 r, $4, o, {0x4400 + 0x1111 * j:#x}; lop3.b32 r, r, 0x000F000F, {less:#x}, 0x6A;")
-        text.append(f"sub.rn.{kind}x2 r, r, c; mul.rn.{kind}x2 ${j}, r, $5;")
+        text.append(f"sub.rn.{kind}x2 r, r, c; mul.rn.{kind}x2 ${j}, r, ${5 + j};")
     return " ".join([*text, "}"])
 
 
 @triton.constexpr_function
 def exact_asm(kind: str, packed: bool, signed: bool) -> str:
-    """The weights of a word times the f32 `s`, less the f32 `c`, which has the power of two in it."""
+    """The weights of a word, less f32 that have the power of two in them, times f32: one of each for a byte."""
     words = 4 if packed else 2
     source, s, c = words, words + 1, words + 5
     flip = (0x88888888 if packed else 0x80808080) if signed else 0
-    text = [
-        "{ .reg .b32 e, t; .reg .f32 a, b, s, c;",
-        f"mov.b32 s, ${s}; mov.b32 c, ${c}; xor.b32 e, ${source}, {flip:#x};",
-    ]
+    text = [f"{{ .reg .b32 e, t; .reg .f32 a, b, s, c; xor.b32 e, ${source}, {flip:#x};"]
     for j in range(words):
+        byte = j if packed else 2 * j  # of the pair in an output
+        text.append(f"mov.b32 s, ${s + byte}; mov.b32 c, ${c + byte};")
         for i, name in ((2 * j, "a"), (2 * j + 1, "b")):
             if packed:
                 text.append(f"shr.u32 t, e, {4 * i}; lop3.b32 t, t, 0xF, 0x4B000000, 0xEA;")
@@ -150,6 +149,15 @@ def decode_nibbles_exactly(packed, scale, shift, DTYPE: gl.constexpr, SIGNED: gl
     return gl.inline_asm_elementwise(
         ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r", [packed, scale, shift], dtype=gl.int32, is_pure=True, pack=4
     )
+
+
+@gluon.jit
+def halves(pairs, DTYPE: gl.constexpr):
+    """The low and the high 16 bits of int32, each a float."""
+    low, high = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.int16, gl.int16), is_pure=True, pack=1
+    )
+    return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
 
 
 @gluon.jit

@@ -18,8 +18,10 @@ from ..launch import GemmSources
 from .binding import (
     FACTOR,
     OUTPUT,
+    PARTS,
     VECTORS,
     WEIGHT,
+    ZEROS,
     X,
     aligned_only,
     compiled,
@@ -31,6 +33,8 @@ from .binding import (
 )
 from .epilogue import HopperTerms, TermKinds
 from .few import Form, gemm_few
+from .few_floats import gemm_few_floats
+from .floats import FloatForm
 
 #: Factors that are read together, as one integer.
 _FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
@@ -48,9 +52,49 @@ def few_source(
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
-    divisible: dict[Any, int] = dict.fromkeys(("w_ptr", "out_ptr", ("shape", "k")), ALIGNMENT)
-    divisible |= {("shape", "n"): min(ALIGNMENT, n & -n)}
-    return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, divisible)
+    return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, _divisible(n))
+
+
+def _divisible(n: int) -> dict[Any, int]:
+    aligned: dict[Any, int] = dict.fromkeys(("w_ptr", "out_ptr", ("shape", "k")), ALIGNMENT)
+    return aligned | {("shape", "n"): min(ALIGNMENT, n & -n)}
+
+
+def few_floats_source(
+    tile: tune.Few,
+    form: FloatForm,
+    element: torch.dtype,
+    forms: HopperTerms,
+    kinds: TermKinds,
+    n: int,
+    scale: str,
+    zero_point: str,
+) -> GluonASTSource:
+    signature = {
+        "x_desc": descriptor_form(element, [tile.tokens, 2 * tile.k]),
+        "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
+        "w_ptr": "*i8",
+        "scale_ptr": scale,
+        "zero_ptr": zero_point,
+        "partial_ptr": "*fp32",
+        "out_ptr": POINTERS[element],
+        "terms": forms,
+        "shape": Shape("i32", "i32", "i32"),
+    }
+    return source_of(gemm_few_floats, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, _divisible(n))
+
+
+def few_floats(p: Problem, tile: tune.Few, source: GluonASTSource, device: torch.device) -> _host.Kernel:
+    """The compiled weight-only kernel for few tokens with its parameters."""
+    m, n, k = p.shape
+    made = compiled(source, tile.warps, captures_pdl(), tile.thread_registers)
+    kernel, (x, weight) = loaded(made, tile.grid(n, processors_of(device))), made.metadata.tensordesc_meta
+    matrix(kernel, X, x, m, k)
+    matrix(kernel, WEIGHT, weight, n, k // 2)
+    for argument in (WEIGHT, FACTOR, ZEROS, PARTS, OUTPUT):
+        kernel.address(argument)
+    term_parameters(kernel)
+    return finish_parameters(kernel, m, n, k)
 
 
 def few_tokens(

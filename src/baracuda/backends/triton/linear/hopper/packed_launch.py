@@ -37,6 +37,7 @@ from .binding import (
 )
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
+from .few_launch import few_floats, few_floats_source
 from .floats import FloatForm
 from .packed import gemm_packed
 
@@ -79,18 +80,23 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     return finish_parameters(kernel, m, n, k)
 
 
-def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed, device: torch.device) -> None:
+def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few, device: torch.device) -> None:
     """Room for the sums of parts of K: all of them, or those that a program adds to."""
     m, n, _ = p.shape
     dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
     if tile.apart:
         layout.reserve("parts", dtype, tile.split, m, n)
-    elif tile.split > 1:
+    elif isinstance(tile, tune.Packed) and tile.split > 1:
         layout.reserve("parts", dtype, tile.grid(m, n, processors_of(device)), tile.n, tile.m)
 
 
 def _sum_of_parts(
-    p: Problem, device: torch.device, tile: tune.Packed, parts: Part | None, epilogue: Epilogue, f: GemmSources
+    p: Problem,
+    device: torch.device,
+    tile: tune.Packed | tune.Few,
+    parts: Part | None,
+    epilogue: Epilogue,
+    f: GemmSources,
 ) -> Launch | None:
     """The kernel that adds up the parts of K that lie apart."""
     if not tile.apart or parts is None:
@@ -136,7 +142,6 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
     m, n, _ = p.shape
     tile = weight_only_tile(p, device)
-    programs = tile.grid(m, n, processors_of(device))
 
     def make(arguments: list[Value]) -> _host.Kernel:
         scale, zero_point = arguments[FACTOR], arguments[ZEROS]
@@ -151,7 +156,10 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
         scales = POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32"
         zeros = "*u8" if zero_point is None else "*i32"
         element = p.element.dtype
+        if isinstance(tile, tune.Few):
+            return few_floats(p, tile, few_floats_source(tile, form, element, forms, kinds, n, scales, zeros), device)
         source = packed_source(tile, form, element, element, forms, kinds, scales, zeros)
+        programs = tile.grid(m, n, processors_of(device))
         return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
 
     f = GemmSources(0, None, None, 1, None, 4, None, 5, 6, 2)

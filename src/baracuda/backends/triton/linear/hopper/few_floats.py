@@ -1,0 +1,184 @@
+"""The weight-only GEMM for few tokens: out.T = decoded(weight) @ x.T, as fast as the packed weight can be read.
+
+Several programs share a multiprocessor, each with a ring of TMA copies in flight, as in `few`. Weights are decoded in
+registers, where they are the left operand of wgmma. The products are those of `packed`, in the same order of K, so a
+token has the same bits in both kernels.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ...numerics.decode import decode_nibbles, decode_nibbles_exactly, halves
+from ..tune import PART_OF_K
+from .few import (
+    Work,
+    appended,
+    barrier,
+    let_next_kernel_start,
+    prefetch_weight,
+    spread,
+    store,
+    wait_for_previous_kernel,
+)
+from .floats import load_qparams
+from .packed import store_part
+from .rings import PackedWork
+
+#: Parts of K are multiples of it.
+PART = gl.constexpr(PART_OF_K)
+
+
+@gluon.jit
+def fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE: gl.constexpr):
+    """Start the copies of a step: of its weights and of the activations."""
+    unit, step, stage = place
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    XK: gl.constexpr = x_desc.block_type.shape[1]
+    live = unit < work.units
+    ready = full.index(stage)
+    k = unit % TILE.split * work.part_steps + step
+    mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
+    tma.async_copy_global_to_shared(
+        w_desc, [unit // TILE.split * BN, k * BK], ready, w_bufs.index(stage), pred=live
+    )  # fmt: skip
+    tma.async_copy_global_to_shared(x_desc, [0, k * XK], ready, x_bufs.index(stage), pred=live)
+
+
+@gluon.jit
+def steps_of(unit, work, TILE: gl.constexpr):
+    """Of a unit's part of K."""
+    return min(work.part_steps, work.steps - unit % TILE.split * work.part_steps)
+
+
+@gluon.jit
+def following(place, work, TILE: gl.constexpr):
+    """Unit, step and stage of the next copy."""
+    unit, step, stage = place
+    step += 1
+    if step == steps_of(unit, work, TILE):
+        step = 0
+        unit += gl.num_programs(0)
+    stage += 1
+    if stage == TILE.stages:
+        stage = 0
+    return unit, step, stage
+
+
+@gluon.jit
+def load_groups(scale_ptr, zero_ptr, row, step, work, SPAN: gl.constexpr, FORM: gl.constexpr):
+    """Tuples of the scales and shifts of the groups in a step, one for each row; behind the end of K, any."""
+    COUNT: gl.constexpr = SPAN // FORM.group if FORM.group > 0 and FORM.group < SPAN else 1
+    scales = ()
+    shifts = ()
+    for i in gl.static_range(COUNT):
+        at = row
+        if FORM.group > 0:
+            groups = work.K // FORM.group
+            at = row * groups + gl.minimum(step * SPAN // FORM.group + i, groups - 1)
+        scale, shift = load_qparams(scale_ptr, zero_ptr, at, FORM)
+        scales = appended(scales, scale)
+        shifts = appended(shifts, shift)
+    return scales, shifts
+
+
+@gluon.jit
+def decoded(w_buf, scales, shifts, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+    """A step's weights as floats, the left operand of wgmma: a byte is the two that lie in one register of it."""
+    BN: gl.constexpr = w_buf.shape[0]
+    BK: gl.constexpr = w_buf.shape[1]
+    BYTES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=1)
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    packed = w_buf.load(BYTES)
+    if FORM.plain:
+        pairs = decode_nibbles(packed, spread(scales, BK, BYTES), DTYPE, FORM.signed)
+    else:
+        pairs = decode_nibbles_exactly(
+            packed, spread(scales, BK, BYTES), spread(shifts, BK, BYTES), DTYPE, FORM.signed
+        )  # fmt: skip
+    even, odd = halves(pairs, DTYPE)
+    return gl.convert_layout(gl.reshape(gl.join(even, odd), [BN, 2 * BK]), A, assert_trivial=True)
+
+
+@gluon.jit
+def gemm_few_floats(
+    x_desc, w_desc, w_ptr, scale_ptr, zero_ptr, partial_ptr, out_ptr, terms, shape, TILE: gl.constexpr,
+    FORM: gl.constexpr, KINDS: gl.constexpr,
+):  # fmt: skip
+    """A unit of work is a tile's rows of the weight, over a part of K. The sums of parts are stored as they are."""
+    BN: gl.constexpr = w_desc.block_type.shape[0]
+    BK: gl.constexpr = w_desc.block_type.shape[1]
+    BT: gl.constexpr = x_desc.block_type.shape[0]
+    SPAN: gl.constexpr = x_desc.block_type.shape[1]
+    DTYPE: gl.constexpr = x_desc.dtype
+    STAGES: gl.constexpr = TILE.stages
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BT, 16]
+    )
+    ROWS: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=1))
+    if FORM.early != "no":
+        let_next_kernel_start()
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, SPAN], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    barrier()
+
+    tiles_n = gl.cdiv(shape.n, BN)
+    work = PackedWork(
+        M=shape.m, N=shape.n, K=shape.k, tiles_m=1, tiles_n=tiles_n, steps=gl.cdiv(shape.k, SPAN),
+        part_steps=gl.cdiv(gl.cdiv(shape.k, TILE.split), PART) * (PART // SPAN), units=tiles_n * TILE.split,
+    )  # fmt: skip
+    pid = gl.program_id(0)
+    if FORM.early != "no":
+        rows = Work(steps=work.steps, units=tiles_n, rows=shape.n, columns=shape.k // 2)
+        prefetch_weight(w_ptr, pid // TILE.split, rows, BN, TILE.ahead * BK)
+        wait_for_previous_kernel()
+    place = (pid, 0, 0)
+    for _ in gl.static_range(STAGES - 1):
+        fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE)
+        place = following(place, work, TILE)
+
+    stage = 0
+    phase = 0
+    for unit in range(pid, work.units, gl.num_programs(0)):
+        n = unit // TILE.split
+        part = unit % TILE.split
+        begin = part * work.part_steps
+        row = gl.minimum(n * BN + gl.arange(0, BN, ROWS), shape.n - 1)
+        scales, shifts = load_groups(scale_ptr, zero_ptr, row, begin, work, SPAN, FORM)
+        acc = gl.zeros((BN, BT), gl.float32, MMA)
+        for k in range(steps_of(unit, work, TILE)):
+            next_scales = scales
+            next_shifts = shifts
+            if FORM.group > 0:  # a step early: they come from L2
+                next_scales, next_shifts = load_groups(scale_ptr, zero_ptr, row, begin + k + 1, work, SPAN, FORM)
+            mbarrier.wait(full.index(stage), phase)
+            barrier()  # all warps are done with the stage before, which is fetched anew
+            fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE)
+            place = following(place, work, TILE)
+            weight = decoded(w_bufs.index(stage), scales, shifts, MMA, DTYPE, FORM)
+            x = x_bufs.index(stage).permute((1, 0))
+            acc = warpgroup_mma(weight, x, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            scales = next_scales
+            shifts = next_shifts
+            stage += 1
+            if stage == STAGES:
+                stage = 0
+                phase ^= 1
+        if TILE.split > 1:
+            store_part(acc, part, 0, n * BN, work, partial_ptr, False)
+        else:
+            store(acc, n, out_ptr, terms, shape.m, shape.n, KINDS)
