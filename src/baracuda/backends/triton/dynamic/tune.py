@@ -10,6 +10,8 @@ from ..tune import Tile, power_of_two
 
 #: Segments up to this many bytes, in the math type, are held in registers.
 IN_REGISTERS = 2**17
+#: The longest segment that one program reads alone: a longer one is faster in parts, by three kernels.
+LONE_ROW = 2**14
 
 
 class Out(Enum):
@@ -51,12 +53,12 @@ def dynamic(view: View, element_bytes: int, processors: int, *, out: Out = Out.I
     if view.inner > 1:
         return _strided(view, element_bytes, processors)
     width = power_of_two(view.run)
-    if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= 4096):
+    if view.repeat == 1 and width * math_bytes <= IN_REGISTERS and (view.rows > 1 or view.run <= LONE_ROW):
         if out is Out.SCALES and width * element_bytes < 8192:
             # Programs that only read: larger, so that programmatic dependent launch pays.
             parts = min(max(8 // vector, 2), max(width // vector, 1))
             return Config(Schedule.ROWS, _tile(width // parts, 8, vector, parts))
-        warps = min(max(width // (2048 if element_bytes == 2 else 1024), 2), 32)
+        warps = min(max(width // (2048 if element_bytes == 2 and view.rows > 1 else 1024), 2), 32)
         parts = min(max(width // (32 * warps * vector), 4, 16 // vector), 8, max(width // vector, 1))
         tile = _tile(width // parts, warps, vector, parts)
         few = element_bytes == 2 and parts * vector <= 32 and out is not Out.FLOATS  # which take more
