@@ -90,8 +90,9 @@ class Decoders:
                 made.weight_scale.random_(1, 16).mul_(2.0**-10)
                 model.set_submodule(name, made)
         make_ready(model)
-        if merge:
+        if merge:  # as `baracuda.load` does it
             baracuda.models.merge_siblings(model)
+            baracuda.models.fuse_producers(model)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         return model
