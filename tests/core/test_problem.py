@@ -21,7 +21,8 @@ from baracuda import (
     QuantizeKind,
     Scope,
 )
-from baracuda.core.problem import FIELD_TYPES, Problem, Spec
+from baracuda.core.problem import FIELD_TYPES, MAKING, Problem, Spec, activation_problem, quantization_problem
+from baracuda.dispatch.options import quantized_spec
 from baracuda.dispatch.schema import COUNT, DECLARED, decode, encode
 
 SPEC = Spec(
@@ -80,6 +81,47 @@ def test_a_problem_is_an_op_and_a_shape_before_the_fields_of_its_spec() -> None:
     problem = Problem.of(QuantizeKind.QUANTIZE, (4, 8), spec)
     assert problem == Problem(QuantizeKind.QUANTIZE, (4, 8), ElementKind.F32, ElementKind.S8, -128, 127, PerToken())
     assert problem == Problem.unchecked(QuantizeKind.QUANTIZE, (4, 8), spec)
+
+
+#: A norm and a linear with no field of a quantization at its default, but for those that these ops prescribe.
+NORM = Problem(
+    QuantizeKind.NORM_DYNAMIC_QUANTIZE,
+    (4, 8),
+    *(ElementKind.BF16, ElementKind.U8, 3, 200, PerToken()),
+    mode=DynamicRangeMode.ASYMMETRIC,
+    arithmetic=Arithmetic.RECIPROCAL,
+    scale_element=ElementKind.BF16,
+    include_zero=True,
+    eps=1e-5,
+    adds=True,
+)
+LINEAR = replace(
+    NORM,
+    op=QuantizeKind.QUANTIZED_LINEAR,
+    shape=(4, 16, 32),
+    weight=ElementKind.S4,
+    nonlinearity=Activation.SILU,
+    weight_group=32,
+    adds=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("problem", "part"), [(NORM, quantization_problem(NORM)), (LINEAR, activation_problem(LINEAR))], ids=lambda p: p.op
+)
+def test_the_quantization_inside_a_problem_has_its_fields_and_none_of_what_makes_the_values(
+    problem: Problem, part: Problem
+) -> None:
+    assert part.op is QuantizeKind.DYNAMIC_QUANTIZE
+    for field in fields(Spec):
+        expected = field.default if field.name in MAKING else getattr(problem, field.name)
+        assert getattr(part, field.name) == expected, field.name
+
+
+def test_a_quantized_norm_takes_each_field_from_the_norm_or_from_its_quantization() -> None:
+    options = (NORM.mode, "u8", 3, 200, "bf16", True, NORM.arithmetic)
+    made = quantized_spec(Spec(*[getattr(NORM, name) for name in FIELD_TYPES]), False, *options)
+    assert made == Spec(*NORM.values())
 
 
 @pytest.mark.parametrize(

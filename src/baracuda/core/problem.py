@@ -30,9 +30,9 @@ from .types import (
 
 #: Sizes in bytes and bits, and a tile that reaches past the end, then fit 64-bit offsets.
 MAX_ELEMENTS = 2**58
-#: The operations that divide rows by their root mean square, or make them standard.
+#: The operations that normalize rows: RMS norms and layer norms.
 NORMS = frozenset({QuantizeKind.NORM, QuantizeKind.NORM_QUANTIZE, QuantizeKind.NORM_DYNAMIC_QUANTIZE})
-#: The operations that multiply by what a nonlinearity makes of a gate.
+#: The operations that multiply by a gate after its nonlinearity.
 GATED = frozenset({QuantizeKind.GATED, QuantizeKind.GATED_QUANTIZE, QuantizeKind.GATED_DYNAMIC_QUANTIZE})
 #: The smallest group with an integer factor: the kernels decode this many elements at a time.
 MIN_WEIGHT_GROUP = 32
@@ -43,7 +43,8 @@ class Spec:
     """How to compute, whatever the op and the shape.
 
     A new field is one line here, with a default. Plan cache, operator schemas (`dispatch.schema`) and `Problem` read
-    the fields of this class. A field is an element kind, another enumeration, a scope, an int, a float or a bool.
+    the fields of this class. A field is an element kind, another enumeration, a scope, an int, a float or a bool. One
+    that says how values are made, not how they are quantized, is also named in `MAKING`.
     """
 
     #: The float type.
@@ -100,6 +101,11 @@ class Spec:
 FIELD_TYPES: dict[str, type] = {
     name: kind for name, kind in get_type_hints(Spec).items() if name in Spec.__dataclass_fields__
 }
+
+
+#: The fields that say what linears, norms and gated products compute. The others say how values are quantized.
+MAKING = frozenset({"weight", "nonlinearity", "weight_group", "norm", "eps", "adds", "halves"})
+_MAKES_NOTHING: dict[str, Any] = {field.name: field.default for field in fields(Spec) if field.name in MAKING}
 
 
 def _require_field(name: str, value: object, kind: type) -> None:
@@ -176,9 +182,9 @@ class Problem(Spec, _Work):
         if row.category is OpCategory.GEMM:
             _require_element("quantized activations", self.quantized, (ElementKind.S8, ElementKind.U8), integers)
             remedy = "quantize it; bytes that hold pairs are weight_element='s4'"
-            kinds = (ElementKind.S8, ElementKind.S4)
+            kinds: tuple[ElementKind, ...] = (ElementKind.S8, ElementKind.S4)
             if self.op is QuantizeKind.WEIGHT_ONLY_LINEAR:
-                kinds = (ElementKind.S4, ElementKind.U4, ElementKind.S8)  # type: ignore[assignment]
+                kinds = (ElementKind.S4, ElementKind.U4, ElementKind.S8)
             _require_element("the weight", self.weight, kinds, remedy)
             return
         _require_element("the quantized tensor", self.quantized, INTEGERS, integers)
@@ -210,11 +216,13 @@ class Problem(Spec, _Work):
             )
 
     def _require_rows(self) -> None:
-        """What norms and gated products ask for beside: a last axis, one scale or one for each row, a lawful eps."""
+        """Norms and gated products need a last axis, one scale or one for each row, and a finite eps."""
         row = OPS[self.op]
         if row.category is not OpCategory.FUSED:
             if self.halves or self.adds:
-                raise InvalidProblem(f"{self.op.value}: expected halves and adds to be False, got {self}")
+                raise InvalidProblem(
+                    f"{self.op.value}: expected halves and adds to be False, got {self.halves} and {self.adds}"
+                )
             if self.op is QuantizeKind.SMOOTHQUANT_LINEAR and not isinstance(self.scope, PerTensor | PerToken):
                 raise InvalidProblem(f"{self.op.value}: expected PerTensor() or PerToken(), got {self.scope}")
             return
@@ -304,33 +312,12 @@ def floats_problem(p: Problem) -> Problem:
 
 def quantization_problem(p: Problem) -> Problem:
     """The quantization of what a norm or a gated product has made."""
-    return Problem(
-        QuantizeKind.DYNAMIC_QUANTIZE if OPS[p.op].dynamic else QuantizeKind.QUANTIZE,
-        p.shape,
-        p.element,
-        p.quantized,
-        p.q_min,
-        p.q_max,
-        p.scope,
-        p.mode,
-        p.arithmetic,
-        p.scale_element,
-        p.include_zero,
-    )
+    op = QuantizeKind.DYNAMIC_QUANTIZE if OPS[p.op].dynamic else QuantizeKind.QUANTIZE
+    return replace(p, op=op, **_MAKES_NOTHING)
 
 
 def activation_problem(p: Problem) -> Problem:
     """The dynamic quantization of the activations inside a quantized linear: per token, zero kept representable."""
-    return Problem(
-        QuantizeKind.DYNAMIC_QUANTIZE,
-        (p.shape[0], p.shape[2]),
-        p.element,
-        p.quantized,
-        p.q_min,
-        p.q_max,
-        PerToken(),
-        p.mode,
-        p.arithmetic,
-        p.scale_element,
-        include_zero=True,
-    )
+    m, _, k = p.shape
+    op = QuantizeKind.DYNAMIC_QUANTIZE
+    return replace(p, op=op, shape=(m, k), scope=PerToken(), include_zero=True, **_MAKES_NOTHING)

@@ -8,7 +8,7 @@ from typing import ParamSpec
 
 import torch
 
-from ..core.problem import Spec, dynamic_range, stored_scale_element
+from ..core.problem import FIELD_TYPES, MAKING, Spec, dynamic_range, stored_scale_element
 from ..core.scope import PerTensor, PerToken, Scope
 from ..core.types import (
     Activation,
@@ -152,7 +152,7 @@ def norm_spec(x: Element, style: NormStyle | str, eps: float, adds: bool) -> Spe
 
 @remembered
 def gated_spec(x: Element, activation: Activation | ActivationName, halves: bool) -> Spec:
-    """The spec of a product with what a nonlinearity makes of a gate."""
+    """The spec of the product of two tensors, one of them, the gate, after a nonlinearity."""
     kind, nonlinearity = ElementKind.S8, member(Activation, activation, "activation")
     return Spec(
         ElementKind.of_tensor(x, "gate"),
@@ -183,19 +183,4 @@ def quantized_spec(
         by = static_spec(floats.element, scope, dtype, q_min, q_max, arithmetic)
     else:
         by = dynamic_spec(floats.element, scope, mode, dtype, q_min, q_max, scale_dtype, include_zero, arithmetic)
-    return Spec(
-        by.element,
-        by.quantized,
-        by.q_min,
-        by.q_max,
-        scope,
-        by.mode,
-        by.arithmetic,
-        by.scale_element,
-        by.include_zero,
-        nonlinearity=floats.nonlinearity,
-        norm=floats.norm,
-        eps=floats.eps,
-        adds=floats.adds,
-        halves=floats.halves,
-    )
+    return Spec(*[getattr(floats if name in MAKING else by, name) for name in FIELD_TYPES])
