@@ -121,14 +121,14 @@ def quantize_steps(x, divisor, bounds, RECIPROCAL: tl.constexpr, WAY: tl.constex
         return whole(y, bounds.low, bounds.high)
     elif not RECIPROCAL and WAY == PLAIN:
         x = at_most(at_least(x, bounds.low * divisor.value), bounds.high * divisor.value)
-        return corrected(x * divisor.reciprocal, x, divisor) + bounds.shift
+        return step_of(corrected(x * divisor.reciprocal, x, divisor), bounds)
     else:
         y = x * divisor.reciprocal
         if not RECIPROCAL:
             if WAY == FAR:
                 y = at_most(y, BEYOND)
             y = corrected(y, x, divisor)
-        return between(y, bounds) + bounds.shift
+        return step_of(between(y, bounds), bounds)
 
 
 @triton.jit
@@ -142,6 +142,12 @@ def between(y, bounds):
 
 
 @triton.jit
+def step_of(y, bounds):
+    """The step of a clamped f32 quotient: this sum is what rounds half to even."""
+    return y + bounds.shift
+
+
+@triton.jit
 def quantize_to_int8(x, scale, reciprocal, is_ordinary, q_min, q_max):
     """clamp(rint(x / scale)) of an f32 x that gave the scale by its range, bounds in f32; for Gluon kernels.
 
@@ -152,7 +158,7 @@ def quantize_to_int8(x, scale, reciprocal, is_ordinary, q_min, q_max):
         divisor = Divisor(value=scale, reciprocal=reciprocal, factor=scale)
         step = quantize_steps(x, divisor, bounds, False, HELD, False)
     else:
-        step = between(exact_divide(x, tl.broadcast_to(scale, x.shape), False), bounds) + bounds.shift
+        step = step_of(between(exact_divide(x, tl.broadcast_to(scale, x.shape), False), bounds), bounds)
     return step_bits(step, False).to(tl.int8)
 
 
