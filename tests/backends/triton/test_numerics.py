@@ -12,11 +12,17 @@ import baracuda
 
 FOLDER = Path(baracuda.__file__).parent / "backends" / "triton"
 NUMERICS = FOLDER / "numerics"
-#: Functions of Triton that divide, round, fuse, reinterpret or hold PTX.
+#: Functions of Triton that divide, round, fuse, take roots and exponentials, reinterpret or hold PTX.
 ARITHMETIC = {
-    "div_rn", "fdiv", "fma", "rcp", "rsqrt", "sqrt_rn", "clamp", "floor", "ceil", "rint", "round", "umulhi",
+    "div_rn", "fdiv", "fma", "rcp", "rsqrt", "sqrt", "sqrt_rn", "clamp", "floor", "ceil", "rint", "round", "umulhi",
+    "exp", "exp2", "log", "log2", "erf", "sin", "cos", "sigmoid", "softmax", "cast", "fp4_to_fp",
     "inline_asm_elementwise", "libdevice", "math",
 }  # fmt: skip
+#: What PTX outside of `numerics` may consist of: instructions that order kernels or fetch memory ahead, and a zero to
+#: return.
+SCHEDULING = ("griddepcontrol.", "prefetch", "cp.async.bulk.prefetch", "mov.u32 $0, 0")
+#: Larger integers are bits of floats, or floats that round when they are added.
+LARGEST_INDEX = 65535
 #: Numbers that are no spelling of anything: neutral elements and signs.
 NEUTRAL = {0.0, 1.0, -1.0}
 
@@ -34,10 +40,19 @@ def is_extreme(node: ast.expr) -> bool:
     return isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("minimum", "maximum")
 
 
+def is_choice(node: ast.AST) -> bool:
+    """A `where` that compares: two of them, one inside the other, are a clamp."""
+    if not isinstance(node, ast.Call) or ast.unparse(node.func).split(".")[-1] != "where":
+        return False
+    return isinstance(node.args[0], ast.Compare)
+
+
 def only_schedules(call: ast.Call) -> bool:
-    """PTX that starts kernels or fetches memory ahead, and computes nothing."""
+    """PTX of which every instruction only schedules, and computes nothing."""
     text = literal(call.args[0]) if call.args else None
-    return isinstance(text, str) and any(word in text for word in ("griddepcontrol", "prefetch"))
+    if not isinstance(text, str):
+        return False
+    return all(part.strip().startswith(SCHEDULING) for part in text.split(";") if part.strip())
 
 
 def second_spellings(tree: ast.Module) -> Iterator[str]:
@@ -47,11 +62,15 @@ def second_spellings(tree: ast.Module) -> Iterator[str]:
         found = None
         if isinstance(node, ast.Constant) and isinstance(node.value, float) and node.value not in NEUTRAL:
             found = "a number of the arithmetic"
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value > LARGEST_INDEX:
+            found = "the bits of a float, or a float that rounds"
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").startswith("triton"):
+            found = next((f"`{alias.name}`" for alias in node.names if alias.name in ARITHMETIC), None)
         elif isinstance(node, ast.Call):
             name = ast.unparse(node.func).split(".")[-1]
             if name == "float":
                 found = "an infinity or NaN"
-            elif is_extreme(node) and any(map(is_extreme, node.args)):
+            elif any(kind(node) and any(map(kind, node.args)) for kind in (is_extreme, is_choice)):
                 found = "a clamp"
             elif any(keyword.arg == "bitcast" for keyword in node.keywords):
                 found = "the bits of a float"
@@ -123,10 +142,34 @@ def test_device_code_is_where_the_convention_has_it() -> None:
         "x.to(tl.int32, bitcast=True)",
         "acc.to(gl.float32)",
         "tl.floor(x)",
+        "tl.sqrt(x)",
+        "1.0 / tl.sqrt_rn(x)",
+        "gl.rsqrt(x)",
+        "tl.exp2(x)",
+        "tl.sigmoid(x)",
+        "tl.cast(q, tl.float32)",
+        "x + 12582912",
+        "(q | 0x4B400000)",
+        "tl.where(q < low, low, tl.where(q > high, high, q))",
+        'gl.inline_asm_elementwise("prefetch.global.L2 [$1]; rcp.approx.f32 $0, $2;", "=f,l,f", [p, x])',
     ],
 )
 def test_a_second_spelling_is_found(line: str) -> None:
     assert list(second_spellings(ast.parse(f"@triton.jit\ndef kernel(x):\n    return {line}")))
+
+
+def test_a_second_spelling_is_found_where_it_is_imported() -> None:
+    assert list(second_spellings(ast.parse("from triton.language.extra.libdevice import rsqrt as inverse_root")))
+    assert not list(second_spellings(ast.parse("from ..numerics.comparisons import clamp")))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_second_spelling_is_found_in_every_kernel(name: str) -> None:
+    """Each kernel's own file, with a division and a rounding put at the end of its last function."""
+    tree = ast.parse(ast.unparse(KERNELS[name]))
+    last = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)][-1]
+    last.body += ast.parse("y = x / scale\nz = y + 12582912.0 - 12582912.0").body
+    assert len(list(second_spellings(tree))) == 3
 
 
 @pytest.mark.parametrize(
