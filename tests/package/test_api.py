@@ -139,7 +139,7 @@ def stub_of_the_plans() -> str:
     )
 
 
-def test_type_checkers_are_told_the_names_of_the_plans() -> None:
+def test_type_checkers_know_the_names_of_the_plans() -> None:
     stub = SOURCE / "plans" / "names.pyi"
     assert stub.read_text() == stub_of_the_plans(), f"write this into {stub}:\n{stub_of_the_plans()}"
 
@@ -166,7 +166,7 @@ def test_importing_loads_neither_triton_nor_the_command_line_nor_numpys_friends(
     assert not loaded & {"triton", "typer", "rich", "matplotlib", "transformers", "safetensors", "onnx"}
 
 
-# -- rooms -------------------------------------------------------------------------------------------------------
+# -- imports -----------------------------------------------------------------------------------------------------
 
 #: Lowest first; a module imports modules of lower lines, or of its own folder.
 LAYERS = [
@@ -187,9 +187,9 @@ RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 HEAVY = {"triton": "backends.triton", "transformers": "flow.hf"}
 
 
-def modules(room: str = "") -> list[tuple[str, Path]]:
+def modules(folder: str = "") -> list[tuple[str, Path]]:
     found = []
-    for path in sorted((SOURCE / room).rglob("*.py")):
+    for path in sorted((SOURCE / folder).rglob("*.py")):
         parts = path.relative_to(SOURCE).with_suffix("").parts
         found.append((".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts), path))
     return found
@@ -211,8 +211,8 @@ def imported(name: str, path: Path, nodes: Iterable[ast.AST]) -> set[str]:
     return found
 
 
-def rooms(name: str, path: Path) -> set[str]:
-    """The rooms that a file imports, anywhere in it; other names of the package itself are no rooms."""
+def layers(name: str, path: Path) -> set[str]:
+    """The names in LAYERS that a file imports, anywhere in it."""
     every = imported(name, path, ast.walk(ast.parse(path.read_text())))
     return {module.split(".")[1] for module in every if module.startswith("baracuda.")} & RANK.keys()
 
@@ -235,10 +235,10 @@ every_module = pytest.mark.parametrize(("name", "path"), modules(), ids=[name fo
 
 @every_module
 def test_imports_point_one_way(name: str, path: Path) -> None:
-    room = name.split(".", maxsplit=1)[0]
-    assert room in RANK, f"{name} has no place in LAYERS; give it one"
-    for below in rooms(name, path):
-        assert RANK[below] < RANK[room] or below == room, f"{name} imports {below}, a layer above its own"
+    own = name.split(".", maxsplit=1)[0]
+    assert own in RANK, f"{name} has no place in LAYERS; give it one"
+    for below in layers(name, path):
+        assert RANK[below] < RANK[own] or below == own, f"{name} imports {below}, a layer above its own"
 
 
 #: The folders of the model flow, lowest first. Folders of one line do not import each other.
@@ -257,9 +257,9 @@ def test_imports_point_one_way_inside_the_flow(name: str, path: Path) -> None:
             assert rank[below] < rank[own] or below == own, f"{name} imports {target}, a folder above its own"
 
 
-@pytest.mark.parametrize("room", ["flow", "schemes", "models"])
-def test_no_module_of_a_room_imports_itself_by_a_detour(room: str) -> None:
-    files = dict(modules(room))
+@pytest.mark.parametrize("folder", ["flow", "schemes", "models"])
+def test_no_modules_of_a_folder_import_each_other_in_a_circle(folder: str) -> None:
+    files = dict(modules(folder))
     graph = {
         name: {t if t in files else t.rpartition(".")[0] for t in named_imports(name, path)} & set(files) - {name}
         for name, path in files.items()
@@ -308,8 +308,8 @@ def test_the_import_checks_see_imports(tmp_path: Path) -> None:
         "from ..plans.plan import Plan\nfrom .. import models, __version__\n"
         "import baracuda.flow.run.steps\nfrom baracuda.nn import x\n"
     )
-    assert rooms("core.scope", file) == {"plans", "models", "flow", "nn"}
+    assert layers("core.scope", file) == {"plans", "models", "flow", "nn"}
     file.write_text("from ...core.optable import OPS\nfrom ..registry import Kernel\nfrom . import tune\n")
-    assert rooms("backends.cpu.linear", file) == {"core", "backends"}
+    assert layers("backends.cpu.linear", file) == {"core", "backends"}
     tree = ast.parse("import triton\ndef f():\n    import transformers\nif TYPE_CHECKING:\n    import rich\n")
     assert imported("nn.x", file, at_import_time(tree)) == {"triton"}
