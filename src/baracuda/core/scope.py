@@ -71,7 +71,7 @@ class View:
 
 
 class Scope:
-    """Base of the four scopes. A new one has a name, a view, a scale shape, and a case in `dispatch.schema`."""
+    """Base of the four scopes. A new one has a name, a view and a scale shape, and stands in SCOPES."""
 
     __slots__ = ()
     name: ClassVar[str]
@@ -159,6 +159,10 @@ class PerGroup(Scope):
                 "pad it or choose a divisor"
             )
         return axis, shape[axis] // self.size
+
+
+#: All scopes there are. Their fields are integers called `axis` and `size`, as the operators of torch take them.
+SCOPES = (PerTensor, PerChannel, PerToken, PerGroup)
 
 
 def require_scope(value: object) -> None:

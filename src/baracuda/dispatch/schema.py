@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from enum import Enum
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..core.errors import InvalidProblem
 from ..core.problem import FIELD_TYPES, Spec
-from ..core.scope import PerChannel, PerGroup, PerTensor, PerToken, Scope
+from ..core.scope import SCOPES, Scope
 from ..core.types import member
 
 
@@ -40,19 +41,15 @@ def _encode_member(value: Enum) -> tuple[Any, ...]:
 
 
 def _encode_scope(scope: Scope) -> tuple[Any, ...]:
-    return scope.name, getattr(scope, "axis", 0), scope.size if isinstance(scope, PerGroup) else 0
+    return scope.name, getattr(scope, "axis", 0), getattr(scope, "size", 0)
 
 
 def _decode_scope(name: str, axis: int, size: int) -> Scope:
-    if name == PerTensor.name:
-        return PerTensor()
-    if name == PerChannel.name:
-        return PerChannel(axis)
-    if name == PerToken.name:
-        return PerToken()
-    if name == PerGroup.name:
-        return PerGroup(size, axis)
-    raise InvalidProblem(f"scope: expected tensor, channel, token or group, got {name!r}")
+    kind = next((kind for kind in SCOPES if kind.name == name), None)
+    if kind is None:
+        raise InvalidProblem(f"scope: expected one of {', '.join(kind.name for kind in SCOPES)}, got {name!r}")
+    given = {"axis": axis, "size": size}
+    return kind(**{field.name: given[field.name] for field in fields(kind)})
 
 
 _CODECS = tuple([_codec(field, kind) for field, kind in FIELD_TYPES.items()])
