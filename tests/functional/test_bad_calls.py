@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -214,61 +213,6 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ),
     ("no token to choose", lambda: baracuda.choose_qparams(X[0, 0]), InvalidProblem, "at least one axis"),
     (
-        "weight is a vector",
-        lambda: baracuda.quantized_linear(X, W[0], WS),
-        InvalidProblem,
-        r"a weight of shape \[N, K\], got .*\[6\]",
-    ),
-    (
-        "weight is too short",
-        lambda: baracuda.quantized_linear(X, W[:, :5], WS),
-        InvalidProblem,
-        r"weight_q: expected shape \[3, 6\], got \[3, 5\]",
-    ),
-    ("weight is float", lambda: baracuda.quantized_linear(X, W.float(), WS), Unsupported, "the weight: .*got f32"),
-    (
-        "weight is elsewhere",
-        lambda: baracuda.quantized_linear(X, W.to("meta"), WS),
-        InvalidProblem,
-        "weight_q: .*got one on meta",
-    ),
-    (
-        "weight scales too few",
-        lambda: baracuda.quantized_linear(X, W, WS[:2]),
-        InvalidProblem,
-        r"weight_scale: expected shape \[3\], got \[2\]",
-    ),
-    (
-        "bias too long",
-        lambda: baracuda.quantized_linear(X, W, WS, torch.ones(4)),
-        InvalidProblem,
-        r"bias: expected shape \[3\], got \[4\]",
-    ),
-    (
-        "residual misses a row",
-        lambda: baracuda.quantized_linear(X, W, WS, residual=torch.ones(3, 3)),
-        InvalidProblem,
-        r"residual: expected the output's shape \[4, 3\], got \[3, 3\]",
-    ),
-    (
-        "residual is wider than the output",
-        lambda: baracuda.quantized_linear(X.bfloat16(), W, WS, residual=torch.ones(4, 3)),
-        InvalidProblem,
-        r"residual: expected a torch.bfloat16 tensor of shape \[4, 3\], got torch.float32",
-    ),
-    (
-        "residual is elsewhere",
-        lambda: baracuda.smoothquant_linear(Q, W, 1.0, WS, residual=torch.ones(4, 3, device="meta")),
-        InvalidProblem,
-        "residual: .*got one on meta",
-    ),
-    (
-        "activation is unknown",
-        lambda: baracuda.quantized_linear(X, W, WS, activation="tanh"),
-        InvalidProblem,
-        "activation: expected one of 'none', 'relu', 'gelu', 'silu', got 'tanh'",
-    ),
-    (
         "the preferred backend is unknown",
         lambda: baracuda.PlanPreference(prefer_backend="cuda"),  # type: ignore[arg-type]
         InvalidProblem,
@@ -331,31 +275,6 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         InvalidProblem,
         "scope: expected PerTensor",
     ),
-    ("x is a scalar", lambda: baracuda.quantized_linear(X[0, 0], W, WS), InvalidProblem, r"x of shape \[..., K\]"),
-    (
-        "act_scale is nan",
-        lambda: baracuda.smoothquant_linear(Q, W, math.nan, WS),
-        InvalidProblem,
-        "finite and > 0 .*got nan",
-    ),
-    (
-        "act_q is float",
-        lambda: baracuda.smoothquant_linear(X, W, 1.0, WS),
-        Unsupported,
-        "quantized activations: expected one of s8, u8, got f32; convert it, as with .*or quantize it",
-    ),
-    (
-        "act zero point outside",
-        lambda: baracuda.smoothquant_linear(Q, W, 1.0, WS, act_zero_point=200),
-        InvalidProblem,
-        "act_zero_point: .*200",
-    ),
-    (
-        "out is an array",
-        lambda: baracuda.quantized_linear(X, W, WS, out=np.ones((4, 3), np.float32)),
-        InvalidProblem,
-        "expected .*got",
-    ),
     (
         "packing floats",
         lambda: baracuda.pack_int4(X),
@@ -391,18 +310,6 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
     ("dequantized to integers", lambda: baracuda.dequantize(Q, 1.0, dtype="s32"), Unsupported, "choose .* as f32$"),
     ("q is int32", lambda: baracuda.dequantize(Q.int(), 1.0), Unsupported, r"got s32; convert it, .*torch\.int8"),
     (
-        "packed weights by their bytes",
-        lambda: baracuda.quantized_linear(X, W.byte(), WS),
-        Unsupported,
-        "the weight: expected one of s8, s4, got u8; .*weight_element='s4'",
-    ),
-    (
-        "a weight of another K",
-        lambda: baracuda.quantized_linear(X, W[:, :5], WS),
-        InvalidProblem,
-        r"weight_q: expected shape \[3, 6\], got \[3, 5\]; weights are \[N, K\], .*K = 6",
-    ),
-    (
         "scales of another scope",
         lambda: baracuda.dequantize(Q, torch.ones(4)),
         InvalidProblem,
@@ -434,13 +341,6 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
 def test_a_function_refuses(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_torch_jit_cannot_record_is_told_with_what_can() -> None:
-    module = baracuda.nn.QuantizedLinear.from_float(torch.nn.Linear(6, 3))
-    with pytest.raises(Unsupported, match=r"torch\.jit cannot record it; use torch\.export"):
-        torch.jit.trace(module, X)
 
 
 @pytest.mark.parametrize("numel", [2**60, 2**70])
