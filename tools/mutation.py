@@ -3,8 +3,8 @@
     python tools/mutation.py [name ...]
 
 Each mutant is a copy of the package with one piece of text replaced and with the reference as its only backend, put
-first on the path; the tree itself is never edited. The tests that must notice compare with NumPy, ONNX Runtime, torch
-and exact fractions, never with the reference itself. Exits 1 when a mutant survives.
+first on the path; the tree itself is never edited. The tests that must notice compare with NumPy, ONNX Runtime, torch,
+exact fractions, or one op with several others, never with the reference itself. Exits 1 when a mutant survives.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ NUMPY, ONNX, TORCH, EXHAUSTIVE, CORNERS = (
     f"tests/contract/test_{name}.py" for name in ("numpy_oracle", "onnx", "torch_oracle", "exhaustive", "corners")
 )
 RECIPE = "tests/backends/test_nonlinearity.py"
+FUSED, WEIGHT_ONLY = (f"tests/functional/test_{name}.py" for name in ("fused", "weight_only"))
+GROUPS = "tests/nn/test_groups.py"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,9 @@ class Mutant:
 #: Lines of the reference that more than one mutant breaks.
 CLAMP = "torch.fmin(torch.fmax(steps(x, scale, p.arithmetic), low), high)"
 FLOOR = "scale.to(kind.dtype).clamp(min=kind.smallest_scale)"
+ADDED = "    y = y if bias is None else y + cast(Tensor, bias).to(torch.float64)\n"
+ACTIVATED = "    y = activated(y, p.nonlinearity)\n"
+NORM_ROOT = "root(row_sums(x * x) / size)"
 EPILOGUE = "(acc.to(math) * scale_a.to(math)) * scale_w.to(math)"
 
 MUTANTS = [
@@ -160,6 +165,43 @@ MUTANTS = [
         "(q - zero_point).to(scale.dtype) * scale",
         "((q - zero_point).to(torch.float16) * scale).to(scale.dtype)",
         (ONNX, EXHAUSTIVE),
+    ),
+    Mutant("factors of groups ignored", "(groups * factors[:, :, None])", "(groups * 1)", (GROUPS, NUMPY)),
+    Mutant("all bits of a factor", ".view(torch.int8) & MAX_FACTOR", ".view(torch.int8)", (GROUPS, NUMPY)),
+    Mutant("eps outside the root", "root(row_sums(x * x) / size + p.eps)", f"({NORM_ROOT} + p.eps)", (FUSED,)),
+    Mutant("norm without eps", "/ size + p.eps)", "/ size)", (FUSED,)),
+    Mutant("layer norm without its mean", "x = x - row_sums(x) / size", "x = x", (FUSED,)),
+    Mutant(
+        "sums of a norm in torch's order",
+        "return segment_sums(x.reshape(view.shape), view).view(-1, 1)",
+        "return x.sum(dim=1, keepdim=True)",
+        (FUSED,),
+    ),
+    Mutant("sums of a norm in f32", "x = h.to(torch.float64)", "x = h.to(torch.float32)", (FUSED,)),
+    Mutant("norm rounded once", "y = y.to(p.element.dtype).to(dtype)", "y = y", (FUSED,)),
+    Mutant(
+        "gain of Gemma without its one", "(1 + factor if p.norm is NormStyle.GEMMA else factor)", "factor", (FUSED,)
+    ),
+    Mutant(
+        "norm of a sum that was not rounded",
+        "x = canonical((x.to(math) + cast(Tensor, addend).to(math)).to(p.element.dtype))",
+        "x = canonical(x.to(math) + cast(Tensor, addend).to(math))",
+        (FUSED,),
+    ),
+    Mutant("gate not rounded", "p.nonlinearity).to(dtype).to(math)", "p.nonlinearity)", (FUSED,)),
+    Mutant(
+        "halves exchanged",
+        "gate, up = gate.narrow(-1, 0, see.p.shape[-1]),",
+        "up, gate = gate.narrow(-1, 0, see.p.shape[-1]),",
+        (FUSED,),
+    ),
+    Mutant("zero points of a weight added", "groups = groups - cast(", "groups = groups + cast(", (WEIGHT_ONLY,)),
+    Mutant("weight-only bias after the nonlinearity", ADDED + ACTIVATED, ACTIVATED + ADDED, (WEIGHT_ONLY,)),
+    Mutant(
+        "float weight rounded to the activations' type",
+        "rows = [(weight * row)",
+        "rows = [(weight.to(cast(Tensor, x).dtype).to(torch.float64) * row)",
+        (WEIGHT_ONLY,),
     ),
 ]
 

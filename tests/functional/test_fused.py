@@ -105,7 +105,7 @@ def test_quantized_where_it_is_made_is_quantized_afterwards(dtype: torch.dtype, 
     for d in (1, 33, 1030):
         x, y, weight = rows(2, 3, d, dtype=dtype), rows(2, 3, d, dtype=dtype, seed=1), rows(d, dtype=dtype, seed=2)
         normed, total = baracuda.rms_norm(x, weight, residual=y)
-        assert torch.equal(total, x + y)
+        assert torch.equal(total, x + y) and torch.equal(normed, baracuda.rms_norm(total, weight))
         for floats, made in (
             (normed, baracuda.norm_quantize(x, weight, residual=y, **options)),
             (baracuda.gated(x, y), baracuda.gated_quantize(x, y, **options)),

@@ -36,6 +36,13 @@ def test_the_linear_has_the_bits_of_the_expanded_weights(m: int, n: int, k: int,
     assert torch.equal(static, baracuda.smoothquant_linear(x_q, expanded, 0.02, scale, act_zero_point=zero_point))
 
 
+def test_only_the_low_four_bits_of_a_factor_count() -> None:
+    packed, factor, scale, expanded = parts(16, 128, 32)
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(4))
+    got = baracuda.quantized_linear(x, packed, scale, weight_element="s4", weight_factor=factor | 0xA0)
+    assert torch.equal(got, baracuda.quantized_linear(x, expanded, scale))
+
+
 def test_gradients_pass_through_the_expanded_weight() -> None:
     packed, factor, scale, expanded = parts(8, 64, 32)
     inputs = [torch.randn(3, 64, generator=torch.Generator().manual_seed(3)).requires_grad_() for _ in range(2)]
