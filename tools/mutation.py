@@ -243,6 +243,8 @@ def judge(mutant: Mutant) -> tuple[Mutant, str, str, float]:
 
 
 def main(names: list[str]) -> int:
+    if unknown := set(names) - {mutant.name for mutant in MUTANTS}:
+        raise SystemExit(f"expected names of mutants, got {', '.join(sorted(unknown))}; the names are in MUTANTS")
     chosen = [mutant for mutant in MUTANTS if not names or mutant.name in names]
     start = time.perf_counter()
     with ThreadPoolExecutor(WORKERS) as pool:
