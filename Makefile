@@ -38,8 +38,9 @@ compat: .venv/installed  ## the tests at the ends of the version ranges; ROWS=--
 	$(BIN)/python tools/compat.py $(ROWS)
 
 SECONDS ?= 600
-soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched
-	PYTHONPATH=tests/support $(BIN)/python tools/soak.py --seconds $(SECONDS)
+INVARIANCE ?=
+soak: .venv/installed  ## endurance: random plans from many threads, every result checked, memory watched; INVARIANCE=1 hunts for rows that depend on the batch
+	PYTHONPATH=tests/support $(BIN)/python tools/soak.py --seconds $(SECONDS) $(if $(INVARIANCE),--invariance)
 
 bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one run
 	$(BIN)/python -m bench cpu

@@ -7,6 +7,11 @@ Then every thread picks problems at random and runs them: on a plan of its own o
 or fresh outputs, on a stream of its own where there is a GPU. Fails on any wrong bit, any exception, any byte behind a
 workspace, and when memory grows: the line fitted through the samples after the warm-up may not rise by more than
 16 MB and 2 % over the time watched.
+
+    python tools/soak.py --invariance         (make soak INVARIANCE=1)
+
+hunts for a plan that promises batch invariance and breaks it: random problems of random sizes, random rows of them,
+alone and beside neighbours that are NaN, infinite, huge or tiny, each run with a number of threads of its own.
 """
 
 from __future__ import annotations
@@ -19,12 +24,13 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from guards import guarded, untouched
+from rows import NEIGHBOURS, random_case, require_independent_rows, some_rows
 from torch import Tensor
 
 from baracuda import BackendKind
@@ -140,6 +146,30 @@ def work(shared: Shared, seed: int) -> None:
         shared.runs += runs
 
 
+def hunt(shared: Shared, seed: int) -> None:
+    """Look for rows whose bits depend on the batch around them, among plans that promise that they do not."""
+    draw, runs = random.Random(seed), collections.Counter[str]()
+    stream = torch.cuda.Stream(shared.device) if shared.device.type == "cuda" else None
+    while not shared.over():
+        case = random_case(draw)
+        rows, number = some_rows(case.problem, draw), draw.choice([None, *NEIGHBOURS])
+        if not SelectedPlan(case.problem, shared.device).precision_guarantee().batch_invariant:
+            continue
+        try:
+            torch.set_num_threads(draw.randint(1, 4))
+            with torch.cuda.stream(stream) if stream is not None else nullcontext():
+                require_independent_rows(case, rows, number, shared.device)
+        except Exception as error:
+            with shared.lock:
+                shared.failures.append(f"{case}: {type(error).__name__}: {error}")
+        runs[case.problem.op.value] += 1
+    with shared.lock:
+        shared.runs += runs
+
+
+Worker = Callable[[Shared, int], None]
+
+
 def prepared(device: torch.device, size: int, seed: int) -> Shared:
     """A pool in which every operation has its share; each problem is run once, so that what is cached is cached."""
     by_op: dict[object, list[Case]] = collections.defaultdict(list)
@@ -154,11 +184,11 @@ def prepared(device: torch.device, size: int, seed: int) -> Shared:
     return Shared(device, pool, {case: run(case, BackendKind.REFERENCE) for case in pool}, plans)
 
 
-def soak(shared: Shared, seconds: float, threads: int, seed: int) -> list[Watched]:
+def soak(shared: Shared, seconds: float, threads: int, seed: int, body: Worker = work) -> list[Watched]:
     """Run for a while; returns what was seen of the memory after the warm-up."""
     started = time.monotonic()
     shared.until = started + seconds
-    workers = [threading.Thread(target=work, args=(shared, seed * 1000 + i)) for i in range(threads)]
+    workers = [threading.Thread(target=body, args=(shared, seed * 1000 + i)) for i in range(threads)]
     for worker in workers:
         worker.start()
     watched = [Watched("resident memory")]
@@ -183,14 +213,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--pool", type=int, default=300, help="how many problems to choose from")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--invariance", action="store_true", help="hunt for rows that depend on the batch")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(argv)
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device(options.device)
-    shared = prepared(device, options.pool, options.seed)
-    watched = soak(shared, options.seconds, options.threads, options.seed)
+    shared = Shared(device, [], {}, {}) if options.invariance else prepared(device, options.pool, options.seed)
+    body = hunt if options.invariance else work
+    watched = soak(shared, options.seconds, options.threads, options.seed, body)
 
     total = sum(shared.runs.values())
-    print(f"{total} runs of {len(shared.pool)} problems on {device} from {options.threads} threads in "
+    problems = "random" if options.invariance else len(shared.pool)
+    print(f"{total} runs of {problems} problems on {device} from {options.threads} threads in "
           f"{options.seconds:.0f} s ({total / options.seconds:.0f} a second), seed {options.seed}")  # fmt: skip
     for how, count in sorted(shared.runs.items()):
         print(f"  {count:>9} {how}")

@@ -84,26 +84,28 @@ def _a_gpu() -> Iterator[None]:
 
 def guarantees() -> str:
     """What every kernel that takes it guarantees for each cell of the matrix, alike ones in one row."""
-    found: dict[PrecisionGuarantee, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    found: dict[PrecisionGuarantee, dict[str, list[Cell]]] = defaultdict(lambda: defaultdict(list))
     for cell, serving in _both_devices():
         if serving:
-            found[contract(cell.problem)][cell.problem.op.value].add(cell.problem.element.value)
+            found[contract(cell.problem)][cell.problem.op.value].append(cell)
     rows = []
     for guarantee, ops in found.items():
-        floats = set().union(*ops.values())
+        floats = {cell.problem.element for group in ops.values() for cell in group}
         listed = ", ".join(op.replace("_", "_<wbr>") for op in ops)
-        order = JOINT.join(kind.value for kind in ElementKind if kind.value in floats)
+        if not guarantee.batch_invariant:  # by their scopes, which the operations of a row have in common
+            listed += f" by {', '.join(dict.fromkeys(c.scope_name for group in ops.values() for c in group))}"
+        order = JOINT.join(kind.value for kind in ElementKind if kind in floats)
         yes = [
-            _yes(v)
+            "yes" if v else "no"
             for v in (
                 guarantee.deterministic,
                 guarantee.bit_stable_on_same_hardware,
                 guarantee.batch_invariant,
                 guarantee.split_invariant,
-                guarantee.matches_reference,
             )
         ]
-        rows.append([listed, order, guarantee.math_precision.value, guarantee.accumulator.value, *yes])
+        reference = "yes" if guarantee.matches_reference else "but the last bit"
+        rows.append([listed, order, guarantee.math_precision.value, guarantee.accumulator.value, *yes, reference])
     header = [
         "operations",
         "types",
@@ -116,10 +118,6 @@ def guarantees() -> str:
         "reference",
     ]
     return table(header, rows)
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "but the last bit"
 
 
 def plans() -> str:

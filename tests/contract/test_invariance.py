@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
+from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
+from rows import NEIGHBOURS, ROW_CASES, random_case, require_independent_rows, some_rows
 from torch import Tensor
 
 import baracuda
-from baracuda import BackendKind, PlanPreference
-from baracuda.backends.registry import kernels
-from baracuda.core.types import QuantizeKind
+from baracuda import BackendKind, PerChannel, PerGroup, PerTensor, PlanPreference, QuantizeKind, Scope
+from baracuda.core.problem import Problem
+from baracuda.plans.plan import SelectedPlan
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu")
 N, K = 40, 96
 #: Every number of rows up to 300, then the powers of two; the interpreter is a thousand times slower.
-SIZES = [*range(1, 301), *(2**i for i in range(9, 14))] if not INTERPRETING else [1, 2, 15, 16, 17, 33]
+SIZES = [*range(1, 301), *(2**i for i in range(9, 14))] if not INTERPRETING else [1, 2, 16, 17, 33]
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), *[pytest.mark.gpu] * (DEVICE.type == "cuda")]
 
 
@@ -59,14 +64,51 @@ def static(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     return lambda x: baracuda.smoothquant_linear(baracuda.quantize(x, 0.05), weight, 0.05, scale, dtype=x.dtype)
 
 
-def weight_only(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
-    weight, scale = baracuda.pack_int4(integers(generator, N, K, low=-8, high=8)), scales(generator, N, K // 32)
-    return lambda x: baracuda.weight_only_linear(x, weight, scale, weight_element="s4")
+def tokens(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    """Integers with a scale for each row, as fused norms and gated products hand them on."""
+    weight, scale = integers(generator, N, K), scales(generator, N)
+
+    def product(x: Tensor) -> Tensor:
+        made = baracuda.dynamic_quantize(x, scope=baracuda.PerToken())
+        return baracuda.smoothquant_linear(made.q, weight, made.scale, scale, dtype=x.dtype)
+
+    return product
+
+
+def weight_only(generator: torch.Generator, kind: str = "s4") -> Callable[[Tensor], Tensor]:
+    weight, scale = integers(generator, N, K, low=-8, high=8), scales(generator, N, K // 32)
+    weight = baracuda.pack_int4(weight) if kind == "s4" else weight
+    return lambda x: baracuda.weight_only_linear(x, weight, scale, weight_element=kind)  # type: ignore[arg-type]
 
 
 def normed(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
     weight = scales(generator, K)
     return lambda x: baracuda.rms_norm(x, weight)
+
+
+def layer_normed(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    weight, bias = scales(generator, K), scales(generator, K)
+    return lambda x: torch.cat(baracuda.layer_norm(x, weight, bias, residual=x * 0.5), -1)
+
+
+def norm_quantized(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    weight = scales(generator, K)
+    return lambda x: all_bytes(baracuda.norm_quantize(x, weight, residual=x * 0.5))
+
+
+def gate(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    return lambda x: baracuda.gated(x, activation="silu")
+
+
+def gate_quantized(generator: torch.Generator) -> Callable[[Tensor], Tensor]:
+    return lambda x: all_bytes(baracuda.gated_quantize(x, x.flip(-1), activation="gelu", mode="asymmetric"))
+
+
+def all_bytes(made: Any) -> Tensor:
+    """What an op that quantizes returns, as bytes side by side in each row."""
+    found = [made.q, made.scale.unsqueeze(-1), made.zero_point, made.sum]
+    found[2] = None if found[2] is None else found[2].unsqueeze(-1)
+    return torch.cat([each.contiguous().view(torch.uint8) for each in found if each is not None], -1)
 
 
 OPS = [
@@ -76,8 +118,14 @@ OPS = [
     Op("w8a8-gelu", lambda generator: w8a8(generator, activation="gelu")),
     Op("w4a8", w4a8),
     Op("static", static),
+    Op("tokens", tokens),
     Op("weight-only", weight_only),
+    Op("weight-only-s8-bf16", lambda generator: weight_only(generator, "s8"), torch.bfloat16),
     Op("norm", normed),
+    Op("layer-norm", layer_normed),
+    Op("norm-quantize", norm_quantized, torch.bfloat16),
+    Op("gated", gate),
+    Op("gated-quantize", gate_quantized),
 ]
 
 
@@ -102,15 +150,25 @@ def test_the_number_of_rows_changes_no_bit(op: Op) -> None:
 
 
 @pytest.mark.parametrize("op", OPS, ids=str)
+def test_each_row_alone_is_the_row_in_a_batch(op: Op) -> None:
+    function, x = made(op), rows(op, 9 if INTERPRETING else 300)
+    whole = function(x)
+    for i in range(0, len(x), 4 if INTERPRETING else 1):
+        assert same(function(x[i : i + 1].clone()), whole[i : i + 1]), i
+
+
+@pytest.mark.parametrize("op", OPS, ids=str)
 def test_the_place_of_a_row_and_its_neighbours_change_no_bit(op: Op) -> None:
     function, x = made(op), rows(op, 17 if INTERPRETING else 300)
     whole = function(x)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(2)).to(DEVICE)
     assert same(function(x[order]), whole[order])
-    poisoned = x.clone()
-    poisoned[1::2] = torch.nan
-    poisoned[3::4] = torch.inf
-    assert same(function(poisoned)[0::2].contiguous(), whole[0::2].contiguous())
+    for number in (torch.nan, torch.inf, None):
+        others = x.clone()
+        others[1::2] = number if number is not None else rows(op, len(x)).flip(0)[1::2] * 1000
+        if number is not None:
+            others[3::4] = -number
+        assert same(function(others)[0::2].contiguous(), whole[0::2].contiguous()), number
 
 
 @pytest.mark.skipif(INTERPRETING, reason="the interpreter has one thread, and no graph")
@@ -124,9 +182,94 @@ def test_threads_and_a_trace_change_no_bit(op: Op) -> None:
             assert same(function(x), whole), count
     finally:
         torch.set_num_threads(threads)
+    with ThreadPoolExecutor(4) as pool:  # at once, each its own rows
+        parts = [slice(i, i + 1 + i % 7) for i in range(0, 120, 3)]
+        for part, found in zip(parts, pool.map(lambda part: function(x[part].clone()), parts), strict=True):
+            assert same(found, whole[part]), part
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     assert same(compiled(x), whole) and same(compiled(x[:1]), whole[:1])
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("op", OPS, ids=str)
+def test_cuda_graphs_and_streams_change_no_bit(op: Op) -> None:
+    function, x = made(op), rows(op, 130)
+    whole = function(x)
+    for count in (1, 17, 64, 130):
+        kept = torch.zeros_like(x[:count])
+        function(kept)  # compiles, and finds its plan
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = function(kept)
+        kept.copy_(x[:count])
+        graph.replay()
+        assert same(y, whole[:count]), count
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    found = []
+    torch.cuda.synchronize()
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 4]):
+            found.append(function(x[i : i + 1 + i % 5]))
+    torch.cuda.synchronize()
+    assert all(same(y, whole[i : i + 1 + i % 5]) for i, y in enumerate(found))
+
+
+# -- what plans promise, over the whole matrix -------------------------------------------------------------------
+
+BACKENDS = [BackendKind.CPU, BackendKind.REFERENCE] if DEVICE.type == "cpu" else [BackendKind.TRITON]
+BACKENDS = [BackendKind.TRITON] if INTERPRETING else BACKENDS
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.value)
+def test_every_kind_of_plan_that_promises_it_keeps_it(backend: BackendKind) -> None:
+    """A few cases of every operation, scope and weight of the matrix, and random ones beside them."""
+    draw, kinds = random.Random(3), defaultdict(list)
+    for case in ROW_CASES:
+        p = case.problem
+        if not INTERPRETING:
+            kinds[p.op, type(p.scope), p.weight, p.weight_group > 0].append(case)
+        elif p.shape[0] * p.shape[-1] < 600:
+            kinds[p.op, p.weight].append(case)
+    cases = [case for group in kinds.values() for case in draw.sample(group, 1 if INTERPRETING else 4)]
+    cases += [random_case(draw) for _ in range(0 if INTERPRETING else 40)]
+    kept = set()
+    for case in cases:
+        plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=backend))
+        if plan.precision_guarantee().batch_invariant:
+            number = draw.choice([None, *NEIGHBOURS])
+            require_independent_rows(case, some_rows(case.problem, draw), number, DEVICE, backend)
+            kept.add(case.problem.op)
+    ranges = {QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD, QuantizeKind.WEIGHT_ONLY_LINEAR}
+    assert kept >= {case.problem.op for case in ROW_CASES} - ranges
+
+
+ACROSS: list[tuple[Scope, bool]] = [
+    (PerTensor(), False),
+    (PerChannel(1), False),
+    (PerChannel(0), True),
+    (PerChannel(-2), True),
+    (PerGroup(2, axis=0), False),
+    (PerGroup(2, axis=1), True),
+    (baracuda.PerToken(), True),
+]
+
+
+@pytest.mark.parametrize(("scope", "promised"), ACROSS, ids=str)
+def test_a_range_across_rows_promises_nothing_and_breaks_it(scope: Scope, promised: bool) -> None:
+    """Rows beside ones a hundred times as large: where the plan says that they matter, they do."""
+    low = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    pair = torch.stack([low[0], low[1] * 100, low[2], low[3] * 100])
+    for op in (QuantizeKind.DYNAMIC_QUANTIZE, QuantizeKind.DYNAMIC_FAKE_QUANTIZE):
+        problem = Problem(op, (4, 6), baracuda.ElementKind.F32, baracuda.ElementKind.S8, -127, 127, scope)
+        plan = SelectedPlan(problem, DEVICE)
+        assert plan.precision_guarantee().batch_invariant is promised
+        calm, wild = (plan.compute((x,))[-1] for x in (low, pair))
+        assert calm is not None and wild is not None
+        assert same(calm[0::2].contiguous(), wild[0::2].contiguous()) is promised
+    learned = replace(problem, op=QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD)
+    assert SelectedPlan(learned, DEVICE).precision_guarantee().batch_invariant is promised
 
 
 def test_a_function_that_depends_on_the_batch_is_noticed() -> None:
@@ -134,12 +277,13 @@ def test_a_function_that_depends_on_the_batch_is_noticed() -> None:
     assert not same((x - x.mean(0))[:3], x[:3] - x[:3].mean(0))
 
 
-@pytest.mark.parametrize("backend", [BackendKind.CPU, BackendKind.REFERENCE])
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.value)
 def test_every_plan_of_a_linear_promises_it(backend: BackendKind) -> None:
-    for op in (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.WEIGHT_ONLY_LINEAR):
-        assert any(op in kernel.ops for kernel in kernels(backend))
-    plan = baracuda.QuantizedLinearPlan.select(
-        baracuda.QuantizedLinearDescriptor(3, N, K), preference=PlanPreference(prefer_backend=backend)
-    )
-    guarantee = plan.precision_guarantee()
-    assert guarantee.batch_invariant and guarantee.split_invariant and guarantee.matches_reference
+    preference = PlanPreference(prefer_backend=backend)
+    for m in (1, 3, 64, 8192):
+        plan = baracuda.QuantizedLinearPlan.select(
+            baracuda.QuantizedLinearDescriptor(m, N, K), preference=preference, device=DEVICE
+        )
+        promised = plan.precision_guarantee()
+        assert plan.sku().backend is backend
+        assert promised.batch_invariant and promised.split_invariant and promised.matches_reference

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..core.errors import Unsupported
 from ..core.optable import OPS, epilogue_formula
 from ..core.problem import NORMS, Problem
+from ..core.scope import PerChannel, PerGroup, PerToken
 from ..core.types import (
     BackendKind,
     ElementKind,
@@ -49,7 +50,23 @@ def contract(problem: Problem) -> PrecisionGuarantee:
             split_invariant=False,
             relative_error=weight_only_error(problem),
         )
-    return PrecisionGuarantee(precision, _accumulator(problem))
+    return PrecisionGuarantee(precision, _accumulator(problem), batch_invariant=_keeps_rows_apart(problem))
+
+
+def _keeps_rows_apart(problem: Problem) -> bool:
+    """Whether a row, one index of the first axis, meets no other: what is found in a segment is found in one row.
+
+    A vector is one row. Linears find their ranges per token, and given scales are the same for every batch.
+    """
+    found = OPS[problem.op].dynamic or problem.op is QuantizeKind.FAKE_QUANTIZE_LEARNED_BACKWARD
+    if not found or OPS[problem.op].category is OpCategory.GEMM:
+        return True
+    rank, scope = len(problem.shape), problem.scope
+    if isinstance(scope, PerChannel):
+        return scope.axis in (0, -rank)
+    if isinstance(scope, PerGroup):
+        return rank == 1 or scope.size == 1 or scope.axis not in (0, -rank)
+    return isinstance(scope, PerToken)
 
 
 def weight_only_error(problem: Problem) -> float:

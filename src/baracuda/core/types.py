@@ -228,9 +228,10 @@ class PrecisionGuarantee:
     `accumulator` is what sums are held in; of a linear, the narrowest integer that none of its sums can leave, s64 for
     a long K. `matches_reference` says that the result has the bits of the reference backend, on any device.
     `batch_invariant` says that a row's result does not depend on how many rows there are, on its place or on its
-    neighbours. `split_invariant` says that no split of a sum changes a bit. Where the result does not match the
-    reference, `relative_error` bounds its distance, as a share of the sum of the absolute products, before the one
-    rounding to the output's type.
+    neighbours; a row is one index of the first axis. It is False where a range or a sum is found across rows, as with
+    a scale for the whole tensor. `split_invariant` says that no split of a sum changes a bit. Where the result does
+    not match the reference, `relative_error` bounds its distance, as a share of the sum of the absolute products,
+    before the one rounding to the output's type.
     """
 
     math_precision: MathPrecision
