@@ -43,8 +43,8 @@ def test_a_hunt_for_rows_that_depend_on_the_batch_finds_none() -> None:
     command = [sys.executable, str(Path(soak.__file__)), "--invariance", "--seconds", "8", "--threads", "2"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200, env=environment)
-    assert "0 failures" in done.stdout, done.stdout + done.stderr
-    assert "of random problems" in done.stdout
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 failures" in done.stdout and "of random problems" in done.stdout
 
 
 def test_a_hunt_finds_a_result_that_depends_on_the_number_of_rows(
