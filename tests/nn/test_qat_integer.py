@@ -104,6 +104,34 @@ def test_a_compiled_step_multiplies_floats_in_the_backward_alone() -> None:
     assert counts == [0, 2]
 
 
+def test_a_step_under_autocast_reads_the_weight_twice_and_stores_it_narrow() -> None:
+    """Once for its integers, once for the backward: at once in the type of the product, where the kernel can."""
+    _, integer = pair({})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = integer(torch.randn(5, 100).requires_grad_())
+    y.float().sum().backward()
+    prepared = integer.weight_fake_quantize._rounding
+    assert prepared is not None and prepared.dtype is torch.bfloat16
+
+
+def test_a_compiled_step_rounds_the_weight_once() -> None:
+    _, integer = pair({})
+    found: list[str] = []
+
+    def watch(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found.extend(str(node.target) for node in graph.graph.nodes if "baracuda" in str(node.target))
+        return make_boxed_func(graph)
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    torch._dynamo.reset()
+    step(torch.compile(integer, fullgraph=True, backend=aot_autograd(fw_compiler=watch, bw_compiler=watch)),
+         torch.randn(5, 100), autocast=True)  # fmt: skip
+    names = sorted(name.split(".")[1] for name in found)
+    assert names == ["dequantize", "dynamic_fake_quantize", "dynamic_quantize", "quantized_linear"]
+
+
 def test_gradient_checkpointing_recomputes_the_same_step() -> None:
     _, integer = pair({"activation_strategy": "static"})
     twin = copy.deepcopy(integer)

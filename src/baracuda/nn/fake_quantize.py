@@ -110,13 +110,18 @@ class FakeQuantize(nn.Module):
             return ready.given(x, scale, zero_point)
         return self._fake_quantize(x, scale, zero_point, self.gradient_factor(x))
 
-    def _ready_for(self, x: Tensor) -> Rounding | None:
+    def rounded_as(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x rounded, in another type: stored in it at once where one kernel does all."""
+        ready = self._ready_for(x, dtype)
+        return ready.found(x) if ready is not None and ready.finds_scale else self(x).to(dtype)
+
+    def _ready_for(self, x: Tensor, dtype: torch.dtype | None = None) -> Rounding | None:
         """The prepared rounding for plain tensors like x, or None. Any change of the settings discards it."""
         taken = route(x)
         if taken == "torch" or not self.enabled:
             return None
         ready, recorded = self._rounding, taken == "autograd"
-        dtype = autocast_dtype(x) if self.as_operand else x.dtype
+        dtype = dtype or (autocast_dtype(x) if self.as_operand else x.dtype)
         if ready is None or ready.dtype is not dtype or ready.recorded is not recorded or not ready.suits(x):
             ready = self.__dict__["_rounding"] = Rounding(self, x, dtype, recorded)
         return ready

@@ -16,7 +16,7 @@ from ..core.scope import PerChannel, PerTensor, PerToken
 from ..core.types import DynamicRangeMode, Element, ElementKind, ModeName
 from ..dispatch.eager import route
 from ..dispatch.gradients import record_plain
-from ..functional import dynamic_quantize, quantize, quantized_linear, smoothquant_linear
+from ..functional import dequantize, dynamic_quantize, quantize, quantized_linear, smoothquant_linear
 from ..schemes.formats import WeightFormat
 from ..schemes.method import QuantizedWeight
 from ..schemes.methods.rtn import round_with
@@ -118,9 +118,13 @@ class QATLinear(nn.Linear):
             if weight_fake.clips_nothing and act_fake.clips_nothing and route(x, self.weight, self.bias) != "torch":
                 value: Tensor = record_plain(_Integer(self), x, self.weight, self.bias)
                 return value
-            floats = functional.linear(act_fake(x), weight_fake(self.weight), self.bias)
+            if weight_fake.clips_nothing and self.weight.dtype is not torch.float64:
+                weight, made = self._both_weights(x.dtype)
+            else:
+                weight, made = weight_fake(self.weight), None
+            floats = functional.linear(act_fake(x), weight, self.bias)
             with torch.no_grad():
-                value = self.integer_value(x.detach())
+                value = self.integer_value(x.detach(), made)
             return straight_through(floats, value)
         return functional.linear(act_fake(x), weight_fake(self.weight), self.bias)
 
@@ -136,9 +140,20 @@ class QATLinear(nn.Linear):
         scale = fake.settled(weight)[0].detach().reshape(-1).to(torch.float32)
         return round_with(weight, scale, WeightFormat(self.weight_element)).q, scale
 
-    def integer_value(self, x: Tensor) -> Tensor:
-        """What the converted linear makes of x, by the scales as they stand."""
-        weight, scale = self.integer_weight()
+    def _both_weights(self, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The fake-quantized weight, with the gradient of the weight, and the integers it is made from.
+
+        For a trace: there a fake-quantization could not be stored in another type at once.
+        """
+        with torch.no_grad():
+            made = self.integer_weight()
+            kind, size = self.weight_element, self.in_features if self.weight_element.is_packed else None
+            floats = dequantize(*made, scope=PerChannel(0), element=kind, dtype=dtype, size=size)
+        return straight_through(self.weight.to(dtype), floats), made
+
+    def integer_value(self, x: Tensor, made: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """What the converted linear makes of x, by the scales as they stand. `made` are the weight's integers."""
+        weight, scale = self.integer_weight() if made is None else made
         act, kind, bias = self.activation_fake_quantize, self.weight_element, bias_as(self.bias, x.dtype)
         limits: dict[str, Any] = {"dtype": act.element, "q_min": act.q_min, "q_max": act.q_max}
         if act.strategy == "dynamic":
@@ -205,7 +220,7 @@ class _Integer:
         rows = dy.reshape(-1, dy.shape[-1])
         dx = dw = db = None
         if needed[0]:
-            dx = (rows @ fakes["weight_fake_quantize"](weight).to(x.dtype)).view(x.shape)
+            dx = (rows @ fakes["weight_fake_quantize"].rounded_as(weight, x.dtype)).view(x.shape)
         if needed[1]:
             dw = rows.T @ fakes["activation_fake_quantize"](x).reshape(-1, x.shape[-1])
         if needed[2]:
