@@ -124,6 +124,30 @@ def linear(run: dict[str, Any]) -> str:
     )
 
 
+def one_answer(run: dict[str, Any]) -> str:
+    """The same rows by their number of tokens: what the invariant linear takes beside kernels that promise nothing."""
+    rows = []
+    models = [row for row in run["rows"] if row["name"].startswith(("8B", "70B"))]
+    for tokens in sorted({row["shape"][0] for row in models}):
+        alike = [row for row in models if row["shape"][0] == tokens]
+        whole = _span([row["us"]["bf16"] / row["us"]["linear"] for row in alike])
+        alone = _span([row["us"]["fp8"] / row["us"]["gemm"] for row in alike])
+        rows.append([str(tokens), whole, alone, "yes" if all(row["exact"] for row in alike) else "no"])
+    heads = ["tokens", "linear over bf16 cuBLAS", "GEMM over row-wise fp8", "exact"]
+    weights = len({row["name"] for row in models})
+    return "\n\n".join(
+        [
+            f"{run['device']}, torch {run['torch']}, {weights} weights of Llama-3 8B and 70B. Times as fast, the least "
+            "and the most: the whole int8 linear, from bf16 to bf16, and its product alone, from quantized inputs:",
+            table(heads, rows, range(1, 3)),
+        ]
+    )
+
+
+def _span(ratios: list[float]) -> str:
+    return f"{min(ratios):.2f} to {max(ratios):.2f}x"
+
+
 def accuracy(run: dict[str, Any]) -> str:
     """The rows of `python -m bench accuracy`: what each way to quantize costs a model, and what it takes."""
     rows = []
@@ -155,6 +179,7 @@ MAKERS: dict[str, Callable[[], str]] = {
     "bench_gpu": _or_missing("gpu", gpu),
     "bench_gpu_small": _or_missing("gpu-small", small),
     "bench_linear": _or_missing("linear", linear),
+    "one_answer_linear": _or_missing("linear", one_answer),
     "bench_accuracy": _or_missing("accuracy", accuracy),
     "bench_accuracy_gemma": _or_missing("accuracy-gemma", accuracy),
 }

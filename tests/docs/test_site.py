@@ -150,6 +150,8 @@ def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pyte
     assert "| `quantize` | token | bf16 | 1.25x | 0.95x |" in text and "| `quantize` | token | f32 | 1.00x |  |" in text
     text = benchmarks.MAKERS["bench_linear"]()
     assert "| 8B qkv | 1 x 6144 x 4096 | 10.0 | 20.0 | 3.0x | 1.5x |  | 1.5x | yes |" in text
+    text = benchmarks.MAKERS["one_answer_linear"]()
+    assert "1 weights of" in text and "| 1 | 1.50 to 1.50x | 1.50 to 1.50x | yes |" in text
     rates, ratios = figures.gpu_rates(), figures.linear_ratios()
     assert rates and [list(line.get_xdata()) for line in rates[0].axes[0].lines[:2]] == [[0.5], [0.99]]
     assert ratios and [list(axis.lines[0].get_ydata()) for axis in ratios[0].axes] == [[3.0], [1.5]]

@@ -7,25 +7,30 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..nn.fused import FusedNorm
-from ..nn.linear import IntegerLinear
+from ..nn.ordered import Ordered, OrderedActivation, OrderedNorm
 from ..nn.siblings import Sibling
 from ..schemes import LinearScheme, LiveScheme
+from .fuse import activation_of, known_norms
 from .replace import quantize_model
 
-#: Modules that compute each element, or look up each row, by itself.
+#: Modules that look up each row, or compute each element by itself without a routine of more than one rounding.
 _BY_ELEMENT: tuple[type[nn.Module], ...] = (
-    nn.Embedding, nn.Identity, nn.Dropout, nn.Flatten, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Sigmoid,
-    nn.Tanh, nn.Hardtanh, nn.Hardswish, nn.ELU, nn.Softplus, nn.Mish,
+    nn.Embedding, nn.Identity, nn.Dropout, nn.Flatten, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.Hardtanh,
 )  # fmt: skip
 _PRODUCT = "a matrix library chooses its order of summation by the number of rows"
 _ATTENTION = "attention: the library splits its sums by the number of rows and of keys"
+_NORM = "torch promises no order for a norm's sum"
 _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.MultiheadAttention,), _ATTENTION),
     ((nn.Linear, nn.Bilinear), f"{_PRODUCT}; quantize it"),
     ((nn.Conv1d, nn.Conv2d, nn.Conv3d), f"a convolution: {_PRODUCT}"),
     ((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "a batch norm reads the batch while it trains"),
-    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), "torch promises no order for a norm's sum"),
+    ((nn.LayerNorm, nn.RMSNorm, nn.GroupNorm), _NORM),
     ((nn.Softmax, nn.LogSoftmax), "torch promises no order for a softmax's sum"),
+    (
+        (nn.GELU, nn.SiLU, nn.Sigmoid, nn.Tanh, nn.Hardswish, nn.ELU, nn.Softplus, nn.Mish),
+        "on a CPU torch computes whole vectors by another routine than the elements left over",
+    ),
 )
 
 
@@ -56,13 +61,16 @@ def deterministic(
 ) -> Invariance:
     """Say which modules of a model give a row the same bits in every batch, and why the others do not.
 
-    With `replace`, float linears first become integer ones of this scheme, in place: their sums are exact, so no split
-    and no batch changes a bit. The head stays in floating point unless `quantize_head` is set. Attention stays what it
-    is. Only modules are judged: a model's own code between them may add up rows as it likes.
+    With `replace`, in place: float linears become integer ones of this scheme, whose sums are exact, so that no split
+    and no batch changes a bit; norms, silu and gelu are computed by baracuda's kernels, which have one order, with the
+    gradients they had; weight-only linears multiply the packed weight whatever the number of rows, which takes longer
+    for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention stays what it is.
+    Only modules are judged: a model's own code between them may add up rows as it likes.
     """
-    found = Invariance()
+    found, unknown = Invariance(), dict[str, str]()
     if replace:
         found.replaced = quantize_model(model, scheme, quantize_head=quantize_head).replaced
+        found.replaced |= _put_in_order(model, unknown)
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
@@ -70,6 +78,8 @@ def deterministic(
         if "attention" in type(module).__name__.lower() and not isinstance(module, nn.MultiheadAttention):
             found.dependent[f"{name} (attention)"] = _ATTENTION  # its linears are judged by themselves
         if (why := _why_not(module)) is not None:
+            if name in unknown:
+                why += f"; it was not replaced: {unknown[name]}"
             found.dependent[name or type(model).__name__] = why
             inside = (*inside, f"{name}.")
         elif _computes(module):
@@ -77,8 +87,43 @@ def deterministic(
     return found
 
 
+def _put_in_order(model: nn.Module, unknown: dict[str, str]) -> dict[str, str]:
+    """Replace norms and activations by ones of one order, and fix that of weight-only linears.
+
+    Says what became of each, and in `unknown` why a norm was left.
+    """
+    norms = known_norms(model, unknown).items()
+    made: dict[str, nn.Module] = {name: OrderedNorm(norm, style, eps) for name, (norm, style, eps) in norms}
+    fixed = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name and _may_be_replaced(module) and type(module).__name__.lower().startswith(("silu", "gelu")):
+            if (activation := activation_of(module)) is not None:
+                made[name] = OrderedActivation(module, activation)
+        elif isinstance(module, Sibling) and not module.fixed_order:
+            module.fix_order()
+            fixed[name] = "multiplies the packed weight, whatever the number of rows"
+        elif isinstance(module, FusedNorm) and not isinstance(module.original, Ordered):
+            module.__dict__["original"] = OrderedNorm(module.original, module.style, module.eps)
+            fixed[name] = "computes in one order inside torch.compile, too"
+    for name, module in made.items():
+        parent, _, child = name.rpartition(".")
+        model.get_submodule(parent)._modules[child] = module
+    return {name: f"{type(module).__name__}({module.extra_repr()})" for name, module in made.items()} | fixed
+
+
+def _may_be_replaced(module: nn.Module) -> bool:
+    """Whether a module is its formula alone: no hooks, and nothing of its own."""
+    own = (module._parameters, module._buffers, module._modules, module._forward_hooks, module._forward_pre_hooks)
+    return not any(own)
+
+
 def _computes(module: nn.Module) -> bool:
-    return isinstance(module, (IntegerLinear, *_BY_ELEMENT))
+    """Whether a module is known to give a row the same bits in every batch."""
+    if isinstance(module, FusedNorm):
+        return isinstance(module.original, Ordered)
+    if isinstance(module, Sibling):
+        return module.fixed_order
+    return isinstance(module, (Ordered, *_BY_ELEMENT))
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -93,7 +138,7 @@ def _why_not(module: nn.Module) -> str | None:
     if isinstance(module, FusedNorm):
         return "a fused norm has one order, but inside torch.compile torch's own norm takes its place"
     if "norm" in kind.lower():
-        return "torch promises no order for a norm's sum"
+        return _NORM
     if any(True for _ in module.children()) or isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return None  # its parts are judged one by one
     return f"{kind} is not known: see whether its forward adds up along the rows"

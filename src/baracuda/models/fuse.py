@@ -44,7 +44,7 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
     fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit.
     """
     found = Fusion()
-    norms = _norms(model, found)
+    norms = known_norms(model, found.unfused)
     mlps = _mlps(model, found)
     for name, module in model.named_modules():
         if isinstance(module, FusedNorm | FusedMLP):
@@ -102,8 +102,8 @@ def _place(model: nn.Module, name: str, module: nn.Module) -> None:
 # -- norms ---------------------------------------------------------------------------------------------------------
 
 
-def _norms(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, str, float]]:
-    """The norms of a model whose formula is one of ours, with its style and eps."""
+def known_norms(model: nn.Module, unknown: dict[str, str]) -> dict[str, tuple[nn.Module, str, float]]:
+    """The norms of a model whose formula is one of ours, with its style and eps; into `unknown`, why others are not."""
     known: dict[Any, str | None] = {}
     norms = {}
     for name, module in _alone(model):
@@ -112,18 +112,18 @@ def _norms(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, str, f
             continue
         weight = module._parameters.get("weight")
         if weight is None or weight.ndim != 1 or weight.is_meta or not isinstance(eps, float):
-            found.unfused[name] = "has no weight of one row, or no eps"
+            unknown[name] = "has no weight of one row, or no eps"
         elif any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module):
-            found.unfused[name] = "has hooks, or a forward of its own"
+            unknown[name] = "has hooks, or a forward of its own"
         elif module._modules or module._buffers or set(module._parameters) - {"weight", "bias"}:
-            found.unfused[name] = "has more than a weight and a bias"
+            unknown[name] = "has more than a weight and a bias"
         else:
             key = type(module), weight.dtype, weight.device, eps, module._parameters.get("bias") is None
             if key not in known:
                 known[key] = _style_of(module, eps)
             style = known[key]
             if style is None:
-                found.unfused[name] = f"a {type(module).__name__} computes none of the formulas of baracuda.rms_norm"
+                unknown[name] = f"a {type(module).__name__} computes none of the formulas of baracuda.rms_norm"
             else:
                 norms[name] = (module, style, eps)
     return norms
@@ -267,7 +267,7 @@ def _mlps(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, tuple[s
             continue  # it computes something else
         key = type(act), repr(act)
         if key not in activations:
-            activations[key] = _activation_of(act)
+            activations[key] = activation_of(act)
         activation = activations[key]
         if activation is None:
             found.unfused[name] = f"its activation, {act}, is not silu, relu or the exact gelu"
@@ -278,7 +278,7 @@ def _mlps(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, tuple[s
     return mlps
 
 
-def _activation_of(act: nn.Module) -> str | None:
+def activation_of(act: nn.Module) -> str | None:
     x = torch.linspace(-9, 9, 301)
     try:
         y = act(x)

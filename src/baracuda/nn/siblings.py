@@ -41,9 +41,17 @@ class Sibling(nn.Module):
     rowwise: ClassVar[tuple[str, ...]] = ("weight", "weight_scale", "weight_factor", "bias")
     #: Tensors that are stored but that no forward reads: each sibling keeps its own.
     unread: ClassVar[tuple[str, ...]] = ()
+    #: Whether a row has the same bits in every batch: exact sums always, float sums where `fix_order` was called.
+    fixed_order: bool = True
     in_features: int
     out_features: int
     _member: Member | None = None  # not a submodule
+
+    def fix_order(self) -> None:
+        """Give a row the same bits in every batch from now on, although that may take longer."""
+        self.fixed_order = True
+        if self._member is not None and self._member.whole is not None:
+            self._member.whole.fixed_order = True
 
     def traced_tensors(self) -> Traced:
         """What a trace of the forward reads, besides `traced_settings`."""

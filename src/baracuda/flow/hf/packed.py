@@ -56,6 +56,7 @@ class PackedLinear(Sibling):
 
     A few tokens are multiplied by the 4-bit weight as it lies in memory: up to 32 on the CPU, where a token has the
     same bits in every such batch; any number on a GPU that has a kernel for it. Other calls make the weight float.
+    After `fix_order` every call multiplies the packed weight, so that a token has the same bits in every batch.
 
     A file whose groups are out of order (GPTQ's act-order) is put in order once it is loaded: `weight_packed` then has
     the columns of a group side by side, `input_order` says which input each of them multiplies, and the linear cannot
@@ -66,6 +67,7 @@ class PackedLinear(Sibling):
     rowwise: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "zero_point", "bias")
     unread: ClassVar[tuple[str, ...]] = ("weight_shape", "weight_zero_point", "weight_g_idx")
     launched: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "zero_point")
+    fixed_order: bool = False
     bias: nn.Parameter | None
     weight_packed: Tensor
     weight_scale: Tensor
@@ -225,6 +227,8 @@ class PackedLinear(Sibling):
         return ""
 
     def _multiplies_packed(self, x: Tensor) -> bool:
+        if self.fixed_order:
+            return True
         if x.is_cpu:
             return bool(x.numel() <= FEW_TOKENS * self.in_features)
         return bool(has_kernel(x.device, x.dtype, self.out_features, self.in_features, self._group, self.signed))
