@@ -120,7 +120,8 @@ OPS = [
     Op("static", static),
     Op("tokens", tokens),
     Op("weight-only", weight_only),
-    Op("weight-only-s8-bf16", lambda generator: weight_only(generator, "s8"), torch.bfloat16),
+    Op("weight-only-s8", lambda generator: weight_only(generator, "s8")),
+    Op("weight-only-bf16", weight_only, torch.bfloat16),
     Op("norm", normed),
     Op("layer-norm", layer_normed),
     Op("norm-quantize", norm_quantized, torch.bfloat16),
@@ -151,9 +152,9 @@ def test_the_number_of_rows_changes_no_bit(op: Op) -> None:
 
 @pytest.mark.parametrize("op", OPS, ids=str)
 def test_each_row_alone_is_the_row_in_a_batch(op: Op) -> None:
-    function, x = made(op), rows(op, 9 if INTERPRETING else 300)
+    function, x = made(op), rows(op, 17 if INTERPRETING else 300)
     whole = function(x)
-    for i in range(0, len(x), 4 if INTERPRETING else 1):
+    for i in range(0, len(x), 8 if INTERPRETING else 1):
         assert same(function(x[i : i + 1].clone()), whole[i : i + 1]), i
 
 
@@ -236,7 +237,10 @@ def test_every_kind_of_plan_that_promises_it_keeps_it(backend: BackendKind) -> N
     cases += [random_case(draw) for _ in range(0 if INTERPRETING else 40)]
     kept = set()
     for case in cases:
-        plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=backend))
+        try:
+            plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=backend))
+        except baracuda.Unsupported:  # it declines this one
+            continue
         if plan.precision_guarantee().batch_invariant:
             number = draw.choice([None, *NEIGHBOURS])
             require_independent_rows(case, some_rows(case.problem, draw), number, DEVICE, backend)

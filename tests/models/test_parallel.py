@@ -104,6 +104,8 @@ def _parallel_linears(mesh: DeviceMesh) -> None:
         assert same_bits(row(part), expected), (module, dtype)
         assert same_bits(row(x), expected), (module, dtype)
         assert same_bits(row(distribute_tensor(x, mesh, [Shard(1)])), expected), (module, dtype)
+        for i in range(len(x)):  # a row alone on two ranks, and in a batch on one
+            assert same_bits(row(x[i : i + 1]), expected[i : i + 1]), (module, dtype, i)
 
         column = parallelize_module(nn.ModuleDict({"m": copy.deepcopy(module)}), mesh, {"m": ColumnParallel()})["m"]
         assert column.weight.placements == column.weight_scale.placements == (Shard(0),)
@@ -112,6 +114,7 @@ def _parallel_linears(mesh: DeviceMesh) -> None:
             nn.ModuleDict({"m": copy.deepcopy(module)}), mesh, {"m": ColumnParallel(gather_output=True)}
         )
         assert same_bits(whole["m"](distribute_tensor(x, mesh, [Replicate()])), expected), (module, dtype)
+        assert same_bits(whole["m"](x[3:4]), expected[3:4]), (module, dtype)
 
 
 def test_parallel_linears_have_the_bits_of_one_process() -> None:
@@ -197,14 +200,14 @@ def test_scales_that_one_rank_has_loaded_reach_the_others() -> None:
 
 
 def _fsdp(mesh: DeviceMesh) -> None:
-    for forward in ("fake", "integer"):
-        _fsdp_trains(mesh, forward)
+    for forward, scheme in (("fake", "w8a8"), ("integer", "w8a8"), ("integer", "w4a8")):
+        _fsdp_trains(mesh, forward, scheme)
 
 
-def _fsdp_trains(mesh: DeviceMesh, forward: str) -> None:
+def _fsdp_trains(mesh: DeviceMesh, forward: str, scheme: str) -> None:
     torch.manual_seed(3)
     model, x = Mlp(), torch.randn(8, 32)
-    baracuda.prepare_qat(model, forward=forward)
+    baracuda.prepare_qat(model, scheme, forward=forward)
     alone = copy.deepcopy(model)
     for module in (model.up, model.down):
         fully_shard(module, mesh=mesh)
@@ -221,6 +224,11 @@ def _fsdp_trains(mesh: DeviceMesh, forward: str) -> None:
         assert isinstance(got, DTensor)
         assert close(got.full_tensor(), expected), name
     assert isinstance(model.up, QATLinear)
+    if forward == "integer":  # what the shards compute is what will be served, whatever the batch
+        trained = model(x).detach()
+        alone.load_state_dict({name: p.full_tensor() for name, p in model.named_parameters()})
+        baracuda.convert(alone)
+        assert same_bits(alone(x), trained) and same_bits(alone(x[2:3]), trained[2:3]), scheme
 
 
 def test_fsdp_trains_sharded_weights_as_one_process_would() -> None:
