@@ -17,7 +17,7 @@ from baracuda.flow.hf.packed import PackedLinear
 from baracuda.models import merge_siblings
 from baracuda.models.deterministic import _BY_ELEMENT
 from baracuda.nn.fused import FusedMLP, FusedNorm
-from baracuda.nn.ordered import Ordered
+from baracuda.nn.ordered import Ordered, OrderedNorm
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_answer.py"
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "one-answer.md"
@@ -141,6 +141,9 @@ def test_norms_and_activations_are_computed_in_one_order(module: nn.Module, dtyp
     x = (torch.randn(33, 101) * 3).to(dtype)
     with torch.no_grad():
         torch.testing.assert_close(model(x), original(x))
+        if isinstance(model[0], OrderedNorm):
+            options = {"style": model[0].style, "bias": getattr(original, "bias", None)}
+            assert torch.equal(model(x), baracuda.rms_norm(x, original.weight, original.eps, **options))
         assert alone_and_in_a_batch(model, x)
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
