@@ -77,11 +77,13 @@ package: .venv/installed  ## the sdist, the wheel from it, no stray files in the
 build: .venv/installed
 
 .venv/requirements: constraints.txt pyproject.toml
+	@echo "installing torch into .venv: some minutes, the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	touch $@
 
 .venv/demo: .venv/requirements $(SOURCES)
+	@echo "compiling baracuda and installing it into .venv: a minute or two"
 	$(BIN)/pip install --quiet -c constraints.txt '.[flow]'
 	touch $@
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .terminal import Json, Output, Quiet, console, errors_told, shown, stderr
+from .terminal import MODEL, Json, Output, Quiet, console, errors_told, shown, stderr
 
 if TYPE_CHECKING:
     from baracuda.flow.hf.chat import Conversation, Reply
@@ -17,7 +17,7 @@ HELP = "/reset starts a new conversation, /exit (or Ctrl-D) ends it; Ctrl-C stop
 
 
 def chat(
-    checkpoint: Annotated[str, typer.Argument(help="A model directory that baracuda or transformers loads.")],
+    checkpoint: Annotated[str, typer.Argument(help=MODEL)],
     prompt: Annotated[
         list[str] | None, typer.Option("--prompt", "-p", help="Answer this and exit; several are one conversation.")
     ] = None,

@@ -12,12 +12,12 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Column, Table
 
-from .terminal import Json, Output, Quiet, errors_told
+from .terminal import MODEL, Json, Output, Quiet, errors_told
 
 
 def verify(
-    out: Annotated[Path, typer.Argument(help="A quantized checkpoint.")],
-    against: Annotated[Path | None, typer.Option(help="The checkpoint it was made from.")] = None,
+    out: Annotated[str, typer.Argument(help="A quantized checkpoint: a directory, or an id on the Hub.")],
+    against: Annotated[str | None, typer.Option(help="The model it was made from.")] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -25,9 +25,11 @@ def verify(
     output = Output(json=json, quiet=quiet)
     with errors_told():
         from baracuda.flow import verify as check
+        from baracuda.flow.hf.hub import local_directory
 
-        _require_checkpoints(out, against)
-        findings = check(out, against)
+        made, source = local_directory(out), None if against is None else local_directory(against)
+        _require_checkpoints(made, source)
+        findings = check(made, source)
     output.data([asdict(finding) for finding in findings])
     if findings:
         # A name that was cut short could not be looked for: what does not fit goes on in the next line.
@@ -37,11 +39,11 @@ def verify(
             table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
         output.show(table)
         raise typer.Exit(1)
-    output.show(f"[green]{escape(str(out))}: nothing is wrong[/]")
+    output.show(f"[green]{escape(out)}: nothing is wrong[/]")
 
 
 def inspect(
-    checkpoint: Annotated[str, typer.Argument(help="A model directory, quantized or not.")],
+    checkpoint: Annotated[str, typer.Argument(help=MODEL)],
     layers: Annotated[bool, typer.Option("--layers", help="List every module, not only each kind of them.")] = False,
     json: Json = False,
     quiet: Quiet = False,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 from time import perf_counter
@@ -59,6 +61,9 @@ def run(device: torch.device, folder: Path | None = None) -> None:
     from baracuda.flow.hf.small_llama import PROMPT
 
     console.print(NEXT.format(folder=escape(str(folder)), prompt=PROMPT), highlight=False, soft_wrap=True)
+    if shutil.which("baracuda") is None:  # as after `make demo`, whose environment nobody has activated
+        activate = escape(str(Path(sys.prefix) / "bin" / "activate"))
+        console.print(f"The command baracuda is not on your PATH yet: [bold]source {activate}[/]", soft_wrap=True)
 
 
 _UNTRAINED = "Linears with random weights (transformers is not installed: pip install 'baracuda[flow]')"

@@ -11,13 +11,13 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from .terminal import Device, Json, Output, Quiet, bars, errors_told, stderr
+from .terminal import MODEL, Device, Json, Output, Quiet, bars, errors_told, stderr
 
 
 def evaluate(
-    checkpoint: Annotated[Path, typer.Argument(help="A model directory that baracuda or transformers loads.")],
-    text: Annotated[Path, typer.Option(help="Texts (.txt, .jsonl) or tokens (.safetensors).")],
-    against: Annotated[Path | None, typer.Option(help="The float model, to compare with.")] = None,
+    checkpoint: Annotated[str, typer.Argument(help=MODEL)],
+    text: Annotated[Path, typer.Option(help="Texts (.txt, .jsonl, .parquet) or tokens (.safetensors).")],
+    against: Annotated[str | None, typer.Option(help="The float model, to compare with.")] = None,
     samples: Annotated[int, typer.Option(help="Sequences to evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
     device: Device = "cpu",
@@ -37,8 +37,8 @@ def evaluate(
 
 
 def bench(
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
-    quantized_dir: Annotated[Path | None, typer.Argument(help="The quantized checkpoint to put beside it.")] = None,
+    model_dir: Annotated[str, typer.Argument(help=MODEL)],
+    quantized_dir: Annotated[str | None, typer.Argument(help="The quantized checkpoint to put beside it.")] = None,
     device: Device = "cpu",
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that is prefilled.")] = 512,

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from . import plans
-from .terminal import Device, Json, Output, Quiet, bars, errors_told, given, interrupted
+from .terminal import MODEL, Device, Json, Output, Quiet, bars, errors_told, given, interrupted
 
 #: Spelled here because the registry of schemes imports torch; a test compares them.
 SCHEMES = ("w8a8", "w8a8-static", "w4a8", "w4a16", "w8a8-smoothquant")
@@ -32,7 +32,7 @@ def _method_names() -> list[str]:
 
 def quantize(
     context: typer.Context,
-    model_dir: Annotated[Path, typer.Argument(help="A Hugging Face model directory with safetensors.")],
+    model_dir: Annotated[str, typer.Argument(help=MODEL)],
     out: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Output directory; must be empty or not exist, unless resuming."),

@@ -45,6 +45,8 @@ stderr = PrintableConsole(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
+#: How the help says what a model argument may be. Such an argument is a string: a Path would lose that it is an id.
+MODEL = "A model directory with safetensors, or the id of a model on the Hugging Face Hub."
 
 
 class Output:

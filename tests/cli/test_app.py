@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -256,6 +257,8 @@ def test_the_demo_quantizes_a_model_end_to_end(tmp_path: Path) -> None:
     assert done.output.count("so an outlier") == 5  # what the model learned, said by all five
     said = run.invoke(app, ["chat", str(tmp_path / "demo" / "w4a16"), "-p", "a token has", "--max-tokens", "6"])
     assert said.exit_code == 0 and said.stdout == "a scale of its own,\n" and "6 tokens in" in said.stderr
+    on_path = shutil.which("baracuda") is not None
+    assert ("is not on your PATH yet" in done.output) != on_path  # a command that cannot be called is no advice
     before = sorted((tmp_path / "demo").rglob("*"))
     again = run.invoke(app, ["demo", "--output", str(tmp_path / "demo")])
     assert again.exit_code == 2 and "expected an empty or a new folder" in again.output

@@ -6,10 +6,14 @@ from pathlib import Path
 
 import models
 import pytest
+import torch
+from typer.testing import CliRunner
 
 import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
+from baracuda.flow.checkpoint.tensorfile import write_tensors
 from baracuda.flow.hf.hub import local_directory
+from baracuda_cli import app
 
 hub = pytest.importorskip("huggingface_hub")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -40,6 +44,24 @@ def test_a_model_in_the_cache_is_quantized_verified_and_loaded_by_its_id(cache: 
     assert verify("someone/small-int8", against="someone/small") == []
     model = baracuda.load("someone/small-int8")
     assert isinstance(model.model.layers[0].mlp.up_proj, baracuda.nn.QuantizedLinear)
+
+
+def test_every_command_takes_an_id_where_it_takes_a_directory(cache: Path, tmp_path: Path) -> None:
+    small, made = "someone/small", "someone/small-int8"
+    models.save("llama", keep(cache, small))
+    out = keep(cache, made)
+    tokens = {"tokens": torch.randint(3, 90, (4, 16), generator=torch.Generator().manual_seed(0))}
+    write_tensors(tmp_path / "tokens.safetensors", tokens)
+    text = ["--text", str(tmp_path / "tokens.safetensors"), "--sequence-length", "16"]
+    for arguments in (
+        ["quantize", small, "-o", str(out)],
+        ["verify", made, "--against", small],
+        ["inspect", made],
+        ["eval", made, "--against", small, *text],
+        ["bench", small, made, "--length", "8", "--tokens", "8"],
+    ):
+        done = CliRunner().invoke(app, arguments)
+        assert done.exit_code == 0, done.output
 
 
 def test_a_model_that_is_nowhere_names_the_command_that_fetches_it(cache: Path, tmp_path: Path) -> None:

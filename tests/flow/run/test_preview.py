@@ -11,6 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from baracuda.flow import FlowError, quantize_checkpoint
+from baracuda.flow.checkpoint.tensorfile import write_tensors
+from baracuda.flow.run import preview
 from baracuda_cli import app
 
 pytest.importorskip("transformers")
@@ -44,6 +46,19 @@ def test_a_dry_run_says_what_the_run_then_does_and_writes_nothing(source: Path, 
     weights = sum(layer["bytes_after"] for layer in report["layers"])
     assert plan["average_bits"] == 8 * weights / sum(layer["shape"][0] * layer["shape"][1] for layer in plan["layers"])
     assert plan["estimate"]["seconds"] > 0 and plan["estimate"]["memory_bytes"] > 2**20
+
+
+def test_the_estimate_counts_the_evaluation(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preview, "_products_per_second", lambda device: 1e6)
+    monkeypatch.setattr(preview, "_rate", lambda source, structure, choice: 0.0)
+    data = tmp_path / "tokens.safetensors"
+    write_tensors(data, {"tokens": torch.zeros(100, 64, dtype=torch.int64)})
+    sizes = {"samples": 100, "sequence_length": 64, "dry_run": True}
+    without = quantize_checkpoint(source, None, **sizes)
+    plan = quantize_checkpoint(source, None, evaluation=data, **sizes)
+    parameters = sum(layer["shape"][0] * layer["shape"][1] for layer in plan["layers"])
+    added = plan["estimate"]["seconds"] - without["estimate"]["seconds"]
+    assert added == pytest.approx(2 * 2 * 100 * 64 * parameters / 1e6, rel=0.1)
 
 
 def test_the_command_shows_it_to_people_and_as_json_to_programs(source: Path) -> None:

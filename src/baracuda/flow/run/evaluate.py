@@ -14,6 +14,7 @@ from torch.nn import functional
 from ...plans.plan import resolve_device
 from ..errors import FlowError
 from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
+from ..hf.hub import local_directory
 from ..hf.load import load
 from .data import Data, as_file, batches, read_for, require_data
 from .inputs import compare_inputs, holds_inputs, read_inputs, require_perceived
@@ -45,7 +46,7 @@ def evaluate(
         return {"data": data.name, **_perceive(original, quantized, data, options, device, progress, skip)}
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
     found = {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
-    if samples := sample_texts(model_dir, original, quantized, sequences, device):
+    if samples := sample_texts(model_dir, original, quantized, sequences, device, progress):
         found["samples"] = samples
     return found
 
@@ -72,9 +73,9 @@ def _compare(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[name] += perf_counter() - start
+            progress("evaluate", 1, 2 * len(made), f"batch {index + 1}, {name} model")
         tokens += batch.numel()
         compare.add(results[0], results[1], inputs["input_ids"])
-        progress("evaluate", 1, len(made), f"batch {index + 1}")
     sample = made[0][: max(1, COMPARED_TOKENS // made[0].shape[1])].to(device)
     layers = _layer_errors(original, quantized, {"input_ids": sample, **arguments(original)}, skip)
     speed = {name: tokens / max(elapsed, 1e-9) for name, elapsed in seconds.items()}
@@ -118,13 +119,15 @@ def evaluate_checkpoint(
     """
     with as_file(text, "evaluation") as data:
         assert data is not None
-        return _evaluate(Path(checkpoint), data, against, samples, sequence_length, resolve_device(device), progress)
+        original = None if against is None else local_directory(against)
+        where = resolve_device(device)
+        return _evaluate(local_directory(checkpoint), data, original, samples, sequence_length, where, progress)
 
 
 def _evaluate(
     directory: Path,
     data: Path,
-    against: str | Path | None,
+    against: Path | None,
     samples: int,
     sequence_length: int,
     where: torch.device,
@@ -138,13 +141,13 @@ def _evaluate(
     if against is None:
         sequences = read_for(model, directory, data, options, "evaluation", where)
         return {"data": data.name, **_perplexity(model, sequences, where, step)}
-    original = float_model(Path(against), where)
+    original = float_model(against, where)
     if holds_inputs(data):
         return {"data": data.name, **_perceive(original, model, data, options, where, step, frozenset())}
-    sequences = read_for(original, Path(against), data, options, "evaluation", where)
+    sequences = read_for(original, against, data, options, "evaluation", where)
     found = {"data": data.name, **_compare(original, model, sequences, where, step, frozenset())}
     for token in found.get("worst", []):
-        token["before"], token["text"] = _texts(Path(against), sequences[token["sequence"]], token["position"])
+        token["before"], token["text"] = _texts(against, sequences[token["sequence"]], token["position"])
     return found
 
 

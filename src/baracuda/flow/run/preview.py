@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,10 +28,17 @@ PRODUCT = 512
 #: Passes of the calibration data through a block: one for each of its inputs, of which most blocks have four, and one
 #: with the quantized weights.
 PASSES = 5
+#: Of English text.
+BYTES_A_TOKEN = 4
 
 
 def preview(
-    source: Checkpoint, structure: Structure, plan: Plan, options: Options, device: torch.device
+    source: Checkpoint,
+    structure: Structure,
+    plan: Plan,
+    options: Options,
+    device: torch.device,
+    evaluation: Path | None = None,
 ) -> dict[str, Any]:
     """The layers as they would be stored, sizes before and after, and what the run would take. Writes nothing."""
     layers = sorted(_layers(source, structure), key=lambda layer: natural(layer["name"]))
@@ -48,7 +56,7 @@ def preview(
         "average_bits": average_bits(layers),
         "size": {"before": before, "after": before - saved, "ratio": (before - saved) / before},
         "estimate": {
-            "seconds": _seconds(source, structure, plan, options, device),
+            "seconds": _seconds(source, structure, plan, options, device, evaluation),
             "memory_bytes": _memory(source, structure, plan, options),
         },
     }
@@ -95,7 +103,14 @@ def _layers(source: Checkpoint, structure: Structure) -> list[dict[str, Any]]:
 # -- estimates ---------------------------------------------------------------------------------------------------
 
 
-def _seconds(source: Checkpoint, structure: Structure, plan: Plan, options: Options, device: torch.device) -> float:
+def _seconds(
+    source: Checkpoint,
+    structure: Structure,
+    plan: Plan,
+    options: Options,
+    device: torch.device,
+    evaluation: Path | None,
+) -> float:
     """From a part of a layer that is quantized here and now, and the speed of a matrix product."""
     parameters: dict[Choice, int] = {}
     for tensor, module in structure.linears.items():
@@ -107,10 +122,12 @@ def _seconds(source: Checkpoint, structure: Structure, plan: Plan, options: Opti
         if choice.method.needs is None:
             total += count * _rate(source, structure, choice) / (workers if device.type == "cpu" else 1)
     passes = plan.measures + (PASSES if plan.sequential else 0)
-    if passes or plan.recipe.needs is not None:
+    if passes or plan.recipe.needs is not None or evaluation is not None:
         speed = _products_per_second(device)
         tokens, count = options.samples * options.sequence_length, sum(parameters.values())
         total += 2 * passes * tokens * count / speed
+        if evaluation is not None:  # two models read each token, of which a text has one in some BYTES_A_TOKEN bytes
+            total += 2 * 2 * min(tokens, evaluation.stat().st_size // BYTES_A_TOKEN) * count / speed
         if plan.recipe.needs is not None:
             total += _method_products(source, structure, tokens) / speed
     return float(f"{total:.2g}")

@@ -10,13 +10,19 @@ from torch import Tensor, nn
 
 from ..errors import FlowError
 from ..hf.forward import generates, tokenizer
+from .options import Progress
 
 #: A few words are enough to see nonsense, and cost seconds where a model is slow.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 2, 24, 20
 
 
 def sample_texts(
-    directory: Path, original: nn.Module, quantized: nn.Module, sequences: list[Tensor], device: torch.device
+    directory: Path,
+    original: nn.Module,
+    quantized: nn.Module,
+    sequences: list[Tensor],
+    device: torch.device,
+    progress: Progress,
 ) -> list[dict[str, str]]:
     """The beginnings of some sequences, and how each model goes on; none for a model without text or tokenizer."""
     if not generates(original) or not any(len(sequence) > 1 for sequence in sequences):
@@ -26,7 +32,11 @@ def sample_texts(
     except FlowError:
         return []
     chosen = sequences[:: max(1, len(sequences) // PROMPTS)][:PROMPTS]
-    return [_sample(words, original, quantized, sequence[:PROMPT_TOKENS][None].to(device)) for sequence in chosen]
+    said = []
+    for index, sequence in enumerate(chosen):
+        said.append(_sample(words, original, quantized, sequence[:PROMPT_TOKENS][None].to(device)))
+        progress("samples", 1, len(chosen), f"text {index + 1}")
+    return said
 
 
 def _sample(words: Any, original: Any, quantized: Any, prompt: Tensor) -> dict[str, str]:

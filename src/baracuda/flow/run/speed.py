@@ -14,6 +14,7 @@ from ..checkpoint.directory import read_json
 from ..errors import FlowError
 from ..hf import measure
 from ..hf.forward import float_model, generates
+from ..hf.hub import local_directory
 from ..hf.load import load
 from ..hf.skeleton import require_transformers
 
@@ -47,7 +48,7 @@ def compare_speed(
     require_transformers("measuring runs the model")
     device = resolve_device(device)
     contestants: dict[str, Any] = {}
-    for directory in [Path(model), *([] if quantized is None else [Path(quantized)])]:
+    for directory in map(local_directory, [model, *([] if quantized is None else [quantized])]):
         name = directory.name if directory.name not in contestants else str(directory)
         progress(f"loading {directory}")
         contestants[name] = _opened(directory, device)

@@ -118,7 +118,7 @@ class Run:
         from .preview import preview
 
         chosen = {"precision": self.precision} if self.precision is not None else {}
-        return preview(self.source, self.structure, self.plan, self.options, self.device) | chosen
+        return preview(self.source, self.structure, self.plan, self.options, self.device, self.evaluation) | chosen
 
     def _choose(self, kept: Path | None) -> None:
         """Measure which layers need more bits and change their schemes, or read what was measured; `kept` is where."""
