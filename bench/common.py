@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -108,3 +110,11 @@ def write_json(path: Path | None, content: dict[str, Any]) -> None:
                    for key, value in content.items()}  # fmt: skip
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"\nwrote {path}")
+
+
+def machine() -> str:
+    """The CPU's name."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("model name")).split(":")[1].strip()
+    return platform.processor() or platform.machine()

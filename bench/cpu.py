@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 
-from .common import Bar, Body, arguments, interleaved, per_call, show_bars, table, write_json
+from .common import Bar, Body, arguments, interleaved, machine, per_call, show_bars, table, write_json
 
 THREADS = 2
 F16, BF16, F32, F64 = ElementKind.F16, ElementKind.BF16, ElementKind.F32, ElementKind.F64
@@ -66,7 +64,7 @@ def main(argv: Sequence[str]) -> None:
     repeats = 3 if options.quick else 12
     source, target = torch.randn(shape), torch.empty(shape)
     copied = 2 * source.nbytes
-    print(f"{_machine()}, {_cpu.isa()}, {THREADS} threads, torch {torch.__version__}, {list(shape)} elements")
+    print(f"{machine()}, {_cpu.isa()}, {THREADS} threads, torch {torch.__version__}, {list(shape)} elements")
     interleaved({"copy": lambda: target.copy_(source)}, 4 * repeats)  # clocks and pages warm before the first row
     rows = []
     for row, bodies in _rows(shape):
@@ -77,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
     bars = [*_bars(rows, copied), *_linear_bars(linears), *_overheads()]
     show_bars(bars)
     content = {
-        "machine": _machine(),
+        "machine": machine(),
         "isa": _cpu.isa(),
         "threads": THREADS,
         "torch": torch.__version__,
@@ -316,10 +314,3 @@ def _show(rows: list[Row], copied: int) -> None:
         header,
         lines,
     )
-
-
-def _machine() -> str:
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith("model name")).split(":")[1].strip()
-    return platform.processor() or platform.machine()

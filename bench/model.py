@@ -20,7 +20,7 @@ import torch
 from baracuda.flow.hf import measure
 
 from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
-from .common import Bar, arguments, show_bars, table, write_json
+from .common import Bar, arguments, machine, show_bars, table, write_json
 from .linear import captured
 
 PARTS = ("linears", "prefill", "decode", "decode-compiled")
@@ -251,7 +251,6 @@ def main(argv: Sequence[str]) -> None:
     bars = run.bars()
     if bars:
         show_bars(bars)
-    content = {"device": options.device, "torch": torch.__version__, "shapes": run.decoders.describe()}
-    if run.on_gpu:
-        content["device"] = torch.cuda.get_device_name()
+    device = torch.cuda.get_device_name() if run.on_gpu else f"{machine()}, {options.threads} threads"
+    content = {"device": device, "torch": torch.__version__, "shapes": run.decoders.describe()}
     write_json(options.json, {**content, "rows": run.rows, "memory": memory, "skipped": run.skipped, "bars": bars})

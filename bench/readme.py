@@ -6,10 +6,12 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from . import linear_table
+from ._decoder import LLAMA_8B, SMOLLM2_135M
 from .linear_table import markdown
 
 Run = dict[str, Any]
@@ -18,31 +20,69 @@ Row = tuple[str, str, str, str]
 BEGIN, END = "<!-- from bench/results by python -m bench readme -->", "<!-- end -->"
 #: Up to this many tokens a linear is bound by reading its weight, as it is when a model generates.
 FEW_TOKENS = 64
+#: The sizes and names of `bench model`.
+ONE, FLOATS = "batch 1", ("f32", "bf16")
 
 
 def model_rows(run: Run) -> Iterable[Row]:
-    """Whole models: the least and the greatest gain of each format, by part."""
-    where = f"{run['device']}, {run['shapes']}"
-    for part in dict.fromkeys(row["part"] for row in run["rows"]):
-        ratios: dict[str, list[float]] = {}
-        for row in run["rows"]:
-            if row["part"] == part and row["ratio"] is not None and row["ratio"] != 1:
-                ratios.setdefault(row["model"], []).append(row["ratio"])
-        if ratios:
-            gains = ", ".join(f"{name} {_span(found)}" for name, found in ratios.items())
-            yield f"a whole model, {part}", where, "the float model", gains
+    """A whole decoder on a GPU: one sequence generated, compiled where that was measured; then its longest prefill."""
+    where = f"{run['device']}, {shapes_of(run)}"
+    compiled = {row["size"] for row in run["rows"] if row["part"] == "decode-compiled"}
+    how, part = ("compiled", "decode-compiled") if ONE in compiled else ("eager", "decode")
+    if gains := _gains(run, part, ONE):
+        yield f"decode of a whole model, batch 1, {how}", where, "the same model in bf16", gains
+    sizes = [row["size"] for row in run["rows"] if row["part"] == "prefill"]
+    if sizes and (gains := _gains(run, "prefill", sizes[-1])):
+        yield f"prefill of a whole model, {sizes[-1]} tokens", where, "the same model in bf16", gains
+
+
+def model_cpu_rows(run: Run) -> Iterable[Row]:
+    """A whole decoder on a CPU: one row, decode and prefill."""
+    found = [(part, _gains(run, part, size)) for part, size in (("decode", ONE), ("prefill", "1 x 512"))]
+    gains = "; ".join(f"{part}: {gained}" for part, gained in found if gained)
+    if gains:
+        device = "a CPU" if run["device"] == "cpu" else run["device"]
+        yield "a whole model on a CPU, batch 1", f"{device}, {shapes_of(run)}", "the same model in f32", gains
+
+
+def _gains(run: Run, part: str, size: str) -> str:
+    """Each model of ours, and those of other programs, in times as fast as the float model of the run."""
+    rows = {row["model"]: row for row in run["rows"] if (row["part"], row["size"]) == (part, size)}
+    base = next((row["ms"] for row in rows.values() if row["ratio"] == 1), None)
+    if base is None:
+        return ""
+    return ", ".join(f"{name} {base / row['ms']:.2f}x" for name, row in rows.items() if name not in FLOATS)
+
+
+def shapes_of(run: Run) -> str:
+    """The model of a run of `bench model`, in words."""
+    shapes = {key: value for key, value in run["shapes"].items() if key != "dtype"}
+    if "directory" in shapes:
+        return Path(shapes["directory"]).name
+    known = {"Llama-3 8B": LLAMA_8B, "SmolLM2-135M": SMOLLM2_135M}
+    names = [name for name, each in known.items() if asdict(each) == shapes]
+    return f"the shapes of {names[0]}" if names else f"{shapes['layers']} layers of {shapes['hidden']}"
 
 
 def linear_rows(run: Run) -> Iterable[Row]:
     """Whole linears, bf16 in and out, on the shapes of Llama-3."""
-    where = f"{run['device']}, Llama-3 8B and 70B"
-    rows = [row for row in linear_table.rows_of(run) if row.name != "bar"]
-    for name, few in (("int8 linears, prefill", False), ("int8 linears, decode", True)):
-        mine = [row for row in rows if (row.shape[0] <= FEW_TOKENS) == few]
-        tokens = sorted({row.shape[0] for row in mine})
-        if mine:
-            found = _span([row.ratio("linear", "bf16") for row in mine])
-            yield f"{name}, {tokens[0]} to {tokens[-1]} tokens", where, "bf16 cuBLAS", found
+    for name, few in (("decode", True), ("prefill", False)):
+        yield from _linears(run, f"int8 linears, {name}", few, {"linear": ""})
+
+
+def four_bit_rows(run: Run) -> Iterable[Row]:
+    """The same with weights at four bits."""
+    yield from _linears(run, "4-bit linears, decode", True, {"w4a8": "w4a8 ", "w4a16": "w4a16 "})
+
+
+def _linears(run: Run, name: str, few: bool, ours: dict[str, str]) -> Iterable[Row]:
+    rows = [row for row in linear_table.rows_of(run) if row.name != "bar" and (row.shape[0] <= FEW_TOKENS) == few]
+    rows = [row for row in rows if all(key in row.us for key in ours)]
+    tokens = sorted({row.shape[0] for row in rows})
+    if rows:
+        found = ", ".join(f"{said}{_span([row.ratio(key, 'bf16') for row in rows])}" for key, said in ours.items())
+        where = f"{run['device']}, Llama-3 8B and 70B"
+        yield f"{name}, {tokens[0]} to {tokens[-1]} tokens", where, "bf16 cuBLAS", found
 
 
 def gpu_rows(run: Run) -> Iterable[Row]:
@@ -55,15 +95,22 @@ def gpu_rows(run: Run) -> Iterable[Row]:
     yield name, run["device"], "a copy", f"{share}{gain} (medians)"
 
 
+def cpu_linear_rows(run: Run) -> Iterable[Row]:
+    rows = sorted(run["linears"], key=lambda row: row["m"])
+    if rows:
+        tokens = " and ".join(str(row["m"]) for row in rows)
+        found = ", ".join(f"{row['ratio']:.1f}x" for row in rows)
+        yield f"int8 linears on a CPU, {tokens} tokens", _cpu(run), "`F.linear` in f32", found
+
+
 def cpu_rows(run: Run) -> Iterable[Row]:
-    where = f"{run['machine']}, {run['isa']}, {run['threads']} threads"
     beside = [row["seconds"]["torch"] / row["seconds"]["ours"] for row in run["rows"] if "torch" in row["seconds"]]
     if beside:
-        yield f"the same on a CPU, {len(beside)} cases", where, "torch", _span(beside)
-    if run["linears"]:
-        tokens = ", ".join(str(row["m"]) for row in run["linears"])
-        found = ", ".join(f"{row['ratio']:.1f}x" for row in run["linears"])
-        yield f"int8 linears on a CPU, {tokens} tokens", where, "`F.linear` in f32", found
+        yield f"the same on a CPU, {len(beside)} cases", _cpu(run), "torch", _span(beside)
+
+
+def _cpu(run: Run) -> str:
+    return f"{run['machine']}, {run['isa']}, {run['threads']} threads"
 
 
 def _beside(line: Run, peer: str) -> float | None:
@@ -75,13 +122,18 @@ def _span(ratios: list[float]) -> str:
     return f"{low} to {high:.0f}x" if high >= 10 else f"{low} to {high:.2f}x"
 
 
-#: Areas with rows in README's table, in its order; one without a committed run has none.
-AREAS: dict[str, Callable[[Run], Iterable[Row]]] = {
-    "model": model_rows,
-    "linear": linear_rows,
-    "gpu": gpu_rows,
-    "cpu": cpu_rows,
-}
+#: README's table, in its order. Of each line the first area with a committed run gives the rows: linears stand in for
+#: whole models that nobody has measured yet.
+LINES: tuple[dict[str, Callable[[Run], Iterable[Row]]], ...] = (
+    {"model": model_rows, "linear": linear_rows},
+    {"linear": four_bit_rows},
+    {"model-cpu": model_cpu_rows, "cpu": cpu_linear_rows},
+    {"gpu": gpu_rows},
+    {"cpu": cpu_rows},
+)
+AREAS = tuple(dict.fromkeys(area for line in LINES for area in line))
+#: Rows that README has room for.
+MOST_ROWS = 5
 #: Areas with pages and plots beside their run.
 PAGES: dict[str, Callable[[Run, Path], None]] = {"linear": linear_table.write}
 
@@ -94,8 +146,11 @@ def committed(root: Path) -> dict[str, Run]:
 
 def section(runs: dict[str, Run]) -> str:
     """README's table: a line for each thing that a reader compares first."""
-    rows = [list(row) for area, read in AREAS.items() if area in runs for row in read(runs[area])]
-    return markdown([["what", "where", "beside", "times as fast"], *rows])
+    rows: list[list[str]] = []
+    for line in LINES:
+        found = ([list(row) for row in read(runs[area])] for area, read in line.items() if area in runs)
+        rows += next((each for each in found if each), [])
+    return markdown([["what", "where", "beside", "times as fast"], *rows[:MOST_ROWS]])
 
 
 def rewritten(readme: str, runs: dict[str, Run]) -> str:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from baracuda.schemes import checkpoint_names
+from bench import linear_table, readme
+
 from .markdown import table
 
 RESULTS = Path(__file__).parents[2] / "bench" / "results"
@@ -18,18 +21,96 @@ def read(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def _or_missing(name: str, write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
-    area = name.partition("-")[0]
+#: How a run is made that is not called as its file.
+COMMANDS = {
+    "gpu-small": "gpu --small",
+    "model": "model --schemes w8a8,w4a8,w4a16",
+    "model-cpu": "model --device cpu --schemes w8a8,w4a8,w4a16",
+    "accuracy-gemma": 'accuracy --model "Gemma type"',
+}
 
+
+def _or_missing(name: str, write: Callable[[dict[str, Any]], str]) -> Callable[[], str]:
     def made() -> str:
         run = read(name)
-        return (
-            write(run)
-            if run
-            else f"No run is committed yet: `python -m bench {area} --json bench/results/{name}.json` makes one."
-        )
+        command = f"python -m bench {COMMANDS.get(name, name)} --json bench/results/{name}.json"
+        return write(run) if run else f"No run is committed yet: `{command}` makes one."
 
     return made
+
+
+def model(run: dict[str, Any]) -> str:
+    """The rows of `python -m bench model`: milliseconds of each model, and times as fast as the float one."""
+    names = list(dict.fromkeys(row["model"] for row in run["rows"]))
+    groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in run["rows"]:
+        groups.setdefault((row["part"], row["size"]), {})[row["model"]] = row
+    rows = []
+    for (part, size), found in groups.items():
+        base = next((row["ms"] for row in found.values() if row["ratio"] == 1), None)
+        rows.append([part, size, *(_beside(found.get(name), base) for name in names)])
+    memory = [f"{run['memory'][name] / 2**20:.0f} MiB" if name in run["memory"] else "" for name in names]
+    rows.append(["memory", "", *memory])
+    met = sum(bar["holds"] for bar in run["bars"])
+    bars = [[bar["name"], f">= {bar['needed']:g}", f"{bar['measured']:.2f}"] for bar in run["bars"]]
+    text = [
+        f"{run['device']}, {readme.shapes_of(run)}, torch {run['torch']}. Milliseconds, and in brackets how many times "
+        "as fast as the float model of the same run. `decode` is one more token for each sequence, `prefill` the whole "
+        "prompt, `linears` the linears of all layers and nothing else.",
+        table(["part", "size", *names], rows, range(2, 2 + len(names))),
+    ]
+    if bars:
+        text += [f"{met} of {len(bars)} bars are met:", table(["what", "needed", "measured"], bars, range(1, 3))]
+    return "\n\n".join(text)
+
+
+def _beside(row: dict[str, Any] | None, base: float | None) -> str:
+    if row is None:
+        return ""
+    return f"{row['ms']:.2f}" if base is None or row["ratio"] == 1 else f"{row['ms']:.2f} ({base / row['ms']:.2f}x)"
+
+
+def four_bit(run: dict[str, Any]) -> str:
+    """The rows of `python -m bench linear` with weights at four bits, where the run has them."""
+    rows = linear_table.rows_of(run)
+    if not any("w4a8" in row.us for row in rows):
+        command = "python -m bench linear --json bench/results/linear.json"
+        return f"The committed run has no 4-bit rows yet: `{command}` makes them."
+    return linear_table.four_bit_table(rows)
+
+
+def scheme_costs(run: dict[str, Any]) -> str:
+    """The figures of `python -m bench accuracy` by the options that gave them, without those of other tools."""
+    rows = [
+        [_options(row["name"]), f"{row['perplexity']:.2f}", f"{row['kl']:.3f}", f"{row['top1_agreement']:.1%}"]
+        for row in run["rows"]
+        if row["name"].partition(",")[0] in checkpoint_names()
+    ]
+    before = next(row["perplexity"] for row in run["rows"] if row["name"] == "float")
+    return "\n\n".join(
+        [
+            f"{run['model']}, groups of {run['group_size']} at four bits, on held-out text. The float model's "
+            f"perplexity is {before:.2f}.",
+            table(["options", "perplexity", "KL", "same most likely token"], rows, range(1, 4)),
+        ]
+    )
+
+
+def _options(name: str) -> str:
+    """`w4a16, smooth auto, gptq` as it is typed."""
+    scheme, *parts = name.split(", ")
+    typed = {
+        "smooth": "--smooth",
+        "smooth auto": "--smooth auto",
+        "gptq": "--method gptq",
+        "weighed scales": "--calibration FILE",
+    }
+    return f"`{' '.join([f'--scheme {scheme}', *(typed[part] for part in parts)])}`"
+
+
+def gains() -> str:
+    """README's table."""
+    return readme.section({area: run for area in readme.AREAS if (run := read(area)) is not None})
 
 
 def cpu(run: dict[str, Any]) -> str:
@@ -180,6 +261,11 @@ MAKERS: dict[str, Callable[[], str]] = {
     "bench_gpu_small": _or_missing("gpu-small", small),
     "bench_linear": _or_missing("linear", linear),
     "one_answer_linear": _or_missing("linear", one_answer),
+    "bench_linear_four": _or_missing("linear", four_bit),
+    "bench_model": _or_missing("model", model),
+    "bench_model_cpu": _or_missing("model-cpu", model),
+    "scheme_costs": _or_missing("accuracy", scheme_costs),
+    "gains": gains,
     "bench_accuracy": _or_missing("accuracy", accuracy),
     "bench_accuracy_gemma": _or_missing("accuracy-gemma", accuracy),
 }

@@ -14,6 +14,7 @@ import baracuda
 from baracuda import PerChannel, PerGroup, PerTensor, PerToken, Scope
 from bench import _gpu_small as small
 from bench import readme
+from bench._decoder import LLAMA_8B, SMOLLM2_135M, Shapes
 from bench.gpu import Line
 from bench.linear import Row
 from docs.site import benchmarks, figures, fill, links, tables
@@ -125,19 +126,90 @@ def small_run() -> dict[str, Any]:
     return {**head, "lines": [asdict(line) for line in lines]}
 
 
-def test_readme_has_a_row_for_each_committed_run() -> None:
-    model = {"device": "a GPU", "shapes": "Llama-3 8B", "rows": []}
-    model["rows"] = [
-        {"part": "decode", "size": size, "model": name, "ms": 1.0, "ratio": ratio}
-        for size, name, ratio in (("1", "bf16", 1), ("1", "w8a8", 1.5), ("64", "w8a8", 1.25), ("1", "w4a16", 2.5))
+def model_run(device: str = "a GPU", shapes: Shapes = LLAMA_8B) -> dict[str, Any]:
+    """As `bench model` writes it: float first, then ours, then another program, which has no ratio."""
+    base, sizes = ("bf16", ("batch 1", "4 x 2048")) if device == "a GPU" else ("f32", ("batch 1", "1 x 512"))
+    ms = {base: 12.0, "w8a8": 8.0, "w4a8": 6.0}
+    parts = [("decode", "batch 1", 1), ("decode-compiled", sizes[0], 1), ("decode-compiled", "batch 64", 2)]
+    parts += [("prefill", "1 x 16", 5), ("prefill", sizes[1], 4)]
+    rows = [
+        {"part": part, "size": size, "model": name, "ms": each * slower, "ratio": ms[base] / each}
+        for part, size, slower in (parts if device == "a GPU" else [parts[0], parts[-1]])
+        for name, each in ms.items()
     ]
-    runs = {"model": model, "linear": linear_run(), "gpu": gpu_run()}
+    if device != "a GPU":
+        rows.append({"part": "decode", "size": "batch 1", "model": "llama.cpp, q4", "ms": 5.0, "ratio": None})
+    memory = dict.fromkeys(ms, 2**30)
+    bars = [{"name": "w8a8 decode", "needed": 1.4, "measured": 1.5, "below": False, "holds": True}]
+    described = {**asdict(shapes), "dtype": "bfloat16"}
+    head = {"device": device, "torch": "2", "shapes": described, "memory": memory, "skipped": []}
+    return {**head, "rows": rows, "bars": bars}
+
+
+def cpu_run() -> dict[str, Any]:
+    seconds = {"ours": 1.0, "torch": 5.0}
+    linears = [{"m": 512, "ratio": 3.0}, {"m": 1, "ratio": 6.0}]
+    return {"machine": "a CPU", "isa": "avx2", "threads": 2, "rows": [{"seconds": seconds}], "linears": linears}
+
+
+def test_readme_has_five_rows_whole_models_first() -> None:
+    linear = linear_run()
+    linear["rows"][1]["us"] |= {"w4a8": 12.0, "w4a16": 15.0}
+    small = model_run("a CPU, 2 threads", SMOLLM2_135M)
+    runs = {"cpu": cpu_run(), "gpu": gpu_run(), "linear": linear, "model": model_run(), "model-cpu": small}
     assert readme.section(runs).splitlines()[2:] == [
-        "| a whole model, decode | a GPU, Llama-3 8B | the float model | w8a8 1.25 to 1.50x, w4a16 2.50 to 2.50x |",
-        "| int8 linears, decode, 1 to 1 tokens | a GPU, Llama-3 8B and 70B | bf16 cuBLAS | 1.50 to 1.50x |",
+        "| decode of a whole model, batch 1, compiled | a GPU, the shapes of Llama-3 8B | the same model in bf16 "
+        "| w8a8 1.50x, w4a8 2.00x |",
+        "| prefill of a whole model, 4 x 2048 tokens | a GPU, the shapes of Llama-3 8B | the same model in bf16 "
+        "| w8a8 1.50x, w4a8 2.00x |",
+        "| 4-bit linears, decode, 1 to 1 tokens | a GPU, Llama-3 8B and 70B | bf16 cuBLAS "
+        "| w4a8 2.50 to 2.50x, w4a16 2.00 to 2.00x |",
+        "| a whole model on a CPU, batch 1 | a CPU, 2 threads, the shapes of SmolLM2-135M | the same model in f32 "
+        "| decode: w8a8 1.50x, w4a8 2.00x, llama.cpp, q4 2.40x; prefill: w8a8 1.50x, w4a8 2.00x |",
         "| quantize, dequantize and their like, 3 cases | a GPU | a copy | 97% of the copy rate, 50% at least; "
         "1.35x the speed of torch.compile (medians) |",
     ]
+
+
+def test_linears_stand_in_for_whole_models_that_were_not_measured() -> None:
+    runs = {"linear": linear_run(), "gpu": gpu_run(), "cpu": cpu_run()}
+    names = [line.split(" | ")[0] for line in readme.section(runs).splitlines()[2:]]
+    assert names == [
+        "| int8 linears, decode, 1 to 1 tokens",
+        "| int8 linears on a CPU, 1 and 512 tokens",
+        "| quantize, dequantize and their like, 3 cases",
+        "| the same on a CPU, 1 cases",
+    ]
+
+
+def test_a_run_of_a_model_directory_is_told_by_its_name() -> None:
+    run = {**model_run(), "shapes": {"directory": "/somewhere/MyModel", "dtype": "bfloat16"}}
+    assert readme.shapes_of(run) == "MyModel"
+    assert readme.shapes_of(model_run(shapes=Shapes(2, 64, 96, 4, 2, 160))) == "2 layers of 64"
+
+
+def test_runs_of_whole_models_become_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = linear_run()
+    linear["rows"][1]["us"] |= {"w4a8": 12.0, "w4a16": 15.0}
+    runs = {"model": model_run(), "model-cpu": model_run("a CPU", SMOLLM2_135M), "linear": linear}
+    monkeypatch.setattr(benchmarks, "read", runs.get)
+    text = benchmarks.MAKERS["bench_model"]()
+    assert "| decode-compiled | batch 64 | 24.00 | 16.00 (1.50x) | 12.00 (2.00x) |" in text
+    assert "| memory |  | 1024 MiB | 1024 MiB | 1024 MiB |" in text and "1 of 1 bars are met" in text
+    assert "| decode | batch 1 | 12.00 | 8.00 (1.50x) | 6.00 (2.00x) | 5.00 (2.40x) |" in (
+        benchmarks.MAKERS["bench_model_cpu"]()
+    )
+    assert "| 1 x 6144 x 4096 | 30.0 | 12.0 | 2.50 | 2.4 | 15.0 | 2.00 | 2 |" in (
+        benchmarks.MAKERS["bench_linear_four"]()
+    )
+    assert benchmarks.MAKERS["gains"]() == readme.section(runs)
+    runs["linear"] = linear_run()
+    assert "has no 4-bit rows yet" in benchmarks.MAKERS["bench_linear_four"]()
+
+
+def test_costs_are_told_by_the_options_that_give_them() -> None:
+    text = benchmarks.MAKERS["scheme_costs"]()
+    assert "| `--scheme w4a16 --smooth auto --method gptq` | " in text and "llm-compressor" not in text
 
 
 def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,6 +232,7 @@ def test_runs_of_the_gpu_benchmarks_become_tables_and_pictures(monkeypatch: pyte
 def test_a_run_that_is_not_committed_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmarks, "read", lambda name: None)
     assert benchmarks.MAKERS["bench_gpu"]().startswith("No run is committed yet")
+    assert "bench model --device cpu" in benchmarks.MAKERS["bench_model_cpu"]()
     assert figures.gpu_rates() is figures.linear_ratios() is None
 
 
