@@ -18,6 +18,8 @@ RESULTS = "bench/results/"
 MARK = re.compile(r"<!-- make: (\w+) -->")
 
 MAKERS = {**tables.MAKERS, **benchmarks.MAKERS}
+#: The landing page has no table of contents beside it.
+WIDE = "---\nhide:\n  - navigation\n  - toc\n---\n\n"
 
 
 def fill(target: Path) -> None:
@@ -29,7 +31,8 @@ def fill(target: Path) -> None:
         written = target / name
         written.parent.mkdir(parents=True, exist_ok=True)
         made = partial(_made, pictures=pictures, up="../" * name.count("/"))
-        written.write_text(MARK.sub(made, _linked(page.read_text())))
+        head = WIDE if name == "index.md" else ""
+        written.write_text(head + MARK.sub(made, _linked(page.read_text())))
     for kept in ("docs/site.css", f"{RESULTS}linear.svg"):
         shutil.copy(ROOT / kept, target)
     shutil.copytree(ROOT / "docs" / "images", target / "images")

@@ -313,7 +313,7 @@ FUNCTIONS: list[tuple[str, Callable[[], object], type[Exception], str]] = [
         "scales of another scope",
         lambda: baracuda.dequantize(Q, torch.ones(4)),
         InvalidProblem,
-        r"expected shape \[\], got \[4\]; \[\] is for PerTensor\(\): pass the scope",
+        r"expected shape \[\], got \[4\]; scales of PerTensor\(\) have shape \[\]: pass the scope of yours",
     ),
     ("scope is a list", lambda: baracuda.quantize(X, 1.0, scope=["token"]), InvalidProblem, "scope: expected Per"),
     (

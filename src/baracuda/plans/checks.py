@@ -18,6 +18,7 @@ from ..core.optable import OPS, Numbers, needed
 from ..core.problem import Problem
 from ..core.scope import Shape
 from ..core.strides import extent, overlaps_itself, row_stride
+from ..core.types import QuantizeKind
 
 if MISSING is None:
     from .. import _host
@@ -142,7 +143,9 @@ class Checker:
     def _shape_remedy(self, expected: _Expected) -> str:
         """A hint at the likely mistake, for operands whose shape follows from an option."""
         if expected.name in _OF_SEGMENTS:
-            return f"; {list(expected.shape)} is for {self.problem.scope}: pass the scope that yours is for"
+            whole = ", or the Quantized itself" if self.problem.op is QuantizeKind.DEQUANTIZE else ""
+            shape = list(expected.shape)
+            return f"; scales of {self.problem.scope} have shape {shape}: pass the scope of yours{whole}"
         if expected.name in ("addend", "sum_out") and not self.problem.adds:
             return "; leave it out, or say adds=True"
         if expected.name == "up" and self.problem.halves:

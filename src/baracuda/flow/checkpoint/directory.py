@@ -197,8 +197,9 @@ def _loose_shards(directory: Path) -> list[str]:
     names = sorted(path.name for path in directory.glob("*.safetensors"))
     if not names:
         foreign = sorted(path.name for path in directory.iterdir() if is_foreign(path.name))
-        hint = f"; {foreign[0]} and its like are never loaded: save the model as safetensors first" if foreign else ""
-        raise CheckpointError("missing-file", f"{directory}: no safetensors files{hint}")
+        found = f"found {foreign[0]}, which is never loaded" if foreign else "found none"
+        how = "save the model with save_pretrained, or download it again"
+        raise CheckpointError("missing-file", f"{directory}: expected files *.safetensors, {found}; {how}")
     return names
 
 

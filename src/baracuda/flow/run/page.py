@@ -24,13 +24,14 @@ body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(
        padding: 2rem 1.5rem 4rem; max-width: 68rem; }
 h1 { font-size: 1.6rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; } p { margin: .4rem 0; }
 .dim { color: var(--dim); } .cards { display: flex; flex-wrap: wrap; gap: .8rem; margin: 1.2rem 0; }
-.card { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; flex: 1 1 8.5rem; max-width: 14rem; }
+.card { background: var(--card); border-radius: .6rem; padding: .7rem 1rem; flex: 1 1 7.5rem; max-width: 14rem; }
 .card b { display: block; font-size: 1.35rem; } .card span { color: var(--dim); font-size: .85rem; }
 .verdict { border-left: .4rem solid var(--dim); background: var(--card); border-radius: .4rem; margin: 1.2rem 0 0;
            padding: .7rem 1rem; } .verdict p b { font-size: 1.3rem; text-transform: capitalize; }
 .verdict.good { border-color: var(--good); } .verdict.fair { border-color: var(--fair); }
 .verdict.poor { border-color: var(--poor); } b.good { color: var(--good); } b.fair { color: var(--fair); }
-b.poor { color: var(--poor); } td b { white-space: nowrap; } .names td { white-space: normal; }
+b.poor { color: var(--poor); } td b { white-space: nowrap; } .names td { white-space: normal; vertical-align: top; }
+.verdict td:nth-child(2) { white-space: nowrap; }
 .scroll { overflow: auto; max-height: 32rem; border: 1px solid var(--line); border-radius: .5rem; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; font-size: .85rem; }
 th, td { text-align: right; padding: .25rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -44,7 +45,7 @@ code { font: .85rem/1.5 ui-monospace, monospace; background: var(--card); border
        overflow-wrap: anywhere; } p.command code { display: block; padding: .6rem .8rem; }
 .plot { margin-bottom: .8rem; } svg { width: 100%; min-width: 40rem; height: auto; display: block; padding: .4rem 0; }
 @media (max-width: 40rem) { body { padding: 1.2rem .9rem 3rem; } th, td { padding: .25rem .5rem; }
-  }
+  .names td { min-width: 6.3rem; } .verdict .names td { min-width: 0; } }
 svg text { fill: var(--ink); font: 11px system-ui, sans-serif; } .legend i { display: inline-block; width: .8em;
 height: .8em; border-radius: 2px; margin: 0 .3em 0 1em; }
 .a { background: var(--a); fill: var(--a); } .b { background: var(--b); fill: var(--b); }
@@ -220,7 +221,7 @@ def _cards(content: dict[str, Any]) -> Markup:
     speed = content["run"].get("tokens_per_second")
     if speed:
         quantized, exact = (number(speed[name], ".0f") for name in ("quantized", "float"))
-        cards.append((quantized, f"tokens/s here, float {exact}"))
+        cards.append((quantized, f"tokens/s evaluated, float {exact}"))
     inner = (element("div", element("b", big), element("span", small), class_="card") for big, small in cards)
     return element("div", *inner, class_="cards")
 
