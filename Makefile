@@ -64,8 +64,9 @@ gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racechec
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
 	PYTHONPATH=tests/support $(GPU_PYTHON) tools/gpu_sanitize.py
 
-docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed
+docs: .venv/installed  ## the site in build/site: pages filled from the code, every link followed, every block run
 	$(BIN)/python -m docs.site
+	$(BIN)/python -m pytest -n 2 tests/docs
 
 mutation: .venv/installed  ## break chosen lines of the reference, one at a time; every mutant must be caught
 	$(BIN)/python tools/mutation.py
