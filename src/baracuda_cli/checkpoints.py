@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Column, Table
 
-from .terminal import MODEL, Json, Output, Quiet, errors_told
+from .terminal import MODEL, Json, Output, Quiet, errors_told, stderr
 
 
 def verify(
@@ -85,6 +85,7 @@ def compare(
     shown = Output(json=json, quiet=quiet)
     with errors_told():
         from baracuda.flow import compare_reports
+        from baracuda.flow.run.comparison import INCOMPARABLE, differ
 
         (head, *rows), page = compare_reports(list(outs))
         if output is not None:
@@ -92,6 +93,8 @@ def compare(
     table = Table("", *(row[0] for row in rows), box=SIMPLE_HEAD)
     for i, title in enumerate(head[1:], 1):
         table.add_row(title, *(escape(row[i]) for row in rows))
+    if differ([head, *rows]):
+        stderr.print(f"[bold yellow]{INCOMPARABLE}[/]", highlight=False)
     shown.show(table, *([escape(str(output))] if output is not None else []))
     shown.data([dict(zip(head, row, strict=True)) for row in rows])
 

@@ -137,7 +137,14 @@ def test_compare_puts_reports_side_by_side(quantized: Path, tmp_path: Path) -> N
     found = json.loads(run.invoke(app, ["compare", str(quantized), str(other), "--json"]).stdout)
     assert [row["checkpoint"] for row in found] == ["out", "int8"]
     layer = "model.layers.0.mlp.down_proj"
-    assert f"<td>{layer}</td>" in drawn
+    assert f"<td>{layer}</td>" in drawn and "cannot be compared" not in done.output + drawn
+    for out, data in ((quantized, "one.txt"), (other, "two.txt")):
+        report = json.loads((out / "baracuda_report.json").read_text())
+        report["evaluation"] = {"data": data, "kl": 0.01, "top1_agreement": 0.9, "tokens": 9, "layers": {}}
+        report["evaluation"]["perplexity"] = {"float": 2.0, "quantized": 2.1}
+        (out / "baracuda_report.json").write_text(json.dumps(report))
+    done = run.invoke(app, ["compare", str(quantized), str(other), "-o", str(page)], env={"COLUMNS": "120"})
+    assert "cannot be compared" in done.stderr and "two.txt" in done.stdout and "cannot be compared" in page.read_text()
     for arguments, message in (
         ([str(other)], "at least two"),
         ([str(other), "nowhere"], "nowhere: no baracuda_report"),

@@ -14,6 +14,15 @@ from .page import SCRIPT, STYLE, byte_count, number, table
 from .report import natural, read_report
 from .verdict import verdict
 
+DATA = "evaluated on"
+INCOMPARABLE = "The checkpoints were evaluated on different data: their figures cannot be compared."
+
+
+def differ(rows: list[list[str]]) -> bool:
+    """Whether the rows of `compare_reports` are of different evaluation data."""
+    head, *checkpoints = rows
+    return DATA in head and len({row[head.index(DATA)] for row in checkpoints} - {"-"}) > 1
+
 
 def compare_reports(outs: list[str | Path]) -> tuple[list[list[str]], str]:
     """A table, a row for each checkpoint behind its header, and the page that shows it with every layer."""
@@ -61,6 +70,7 @@ _FIGURES: list[tuple[str, Callable[[dict[str, Any]], str | None]]] = [
     ("of the float size", _figure("size", "ratio", form=".0%")),
     ("Linears left", lambda content: str(len(content["left"]))),
     ("lowest SQNR dB", _lowest),
+    (DATA, _figure("evaluation", "data", form="")),
     ("KL", _figure("evaluation", "kl", form=".2e")),
     ("same top token", _figure("evaluation", "top1_agreement", form=".1%")),
     ("perplexity", _figure("evaluation", "perplexity", "quantized", form=".4g")),
@@ -78,13 +88,11 @@ def _page(names: list[str], contents: list[dict[str, Any]], rows: list[list[str]
     each = [(layer, *(found.get(layer, "float") for found in measured)) for layer in layers]
     kls = [(name, [(content["evaluation"] or {}).get("kl")]) for name, content in zip(names, contents, strict=True)]
     sizes = [(name, [content["size"]["after"] / 1e6]) for name, content in zip(names, contents, strict=True)]
-    data = {(content["evaluation"] or {}).get("data") for content in contents} - {None}
-    note = "The checkpoints were evaluated on different data: their figures cannot be compared."
     return document(
         "Checkpoints compared",
         STYLE,
         element("h1", f"{len(names)} checkpoints compared"),
-        element("p", note, class_="verdict poor") if len(data) > 1 else "",
+        element("p", INCOMPARABLE, class_="verdict poor") if differ(rows) else "",
         table(("", *names), list(zip(*rows, strict=True))[1:]),
         join(element("h2", "KL divergence from the float model"), bars(kls, ["KL, smaller is better"])),
         join(element("h2", "Size"), bars(sizes, ["MB"])),
