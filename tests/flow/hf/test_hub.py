@@ -16,6 +16,7 @@ from baracuda.flow.hf.hub import local_directory
 from baracuda_cli import app
 
 hub = pytest.importorskip("huggingface_hub")
+pytest.importorskip("huggingface_hub.constants")  # loaded on demand, and patched below
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
