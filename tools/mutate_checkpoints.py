@@ -26,13 +26,24 @@ from baracuda.flow.checkpoint.manifest import files_in, for_people
 from baracuda.flow.checkpoint.tensorfile import TensorFile
 
 BAR = 1e-3
+#: A checkpoint with several config groups: integers of 8 and 4 bits, and packed weights beside float activations.
+RECIPE = {
+    "scheme": "w4a16",
+    "group_size": 32,
+    "layers": [{"match": "*.mlp.*", "scheme": "w8a8"}, {"match": "*.o_proj", "scheme": "w4a8"}],
+}
 SCHEMES: dict[str, dict[str, Any]] = {
     "w8a8": {},
+    "w8a8-static": {"scheme": "w8a8-static"},
+    "w8a8 smoothed": {"smooth": True},
     "w8a8 smoothed, static": {"scheme": "w8a8-smoothquant", "activations": "static"},
     "w4a16": {"scheme": "w4a16", "group_size": 32},
     "w4a8": {"scheme": "w4a8", "group_size": 32},
+    "recipe": {"recipe": RECIPE},
     "w4a16 gptq": {"scheme": "w4a16", "group_size": 32, "method": "gptq"},
 }
+#: Schemes that are made with calibration data.
+CALIBRATED = ("static", "smoothed", "gptq")
 
 
 def main() -> int:
@@ -48,11 +59,11 @@ def main() -> int:
         (place / "model" / "tokenizer.json").write_text('{"a": 1, "b": [2, 3]}')
         tokens = models.tokens(place / "tokens.safetensors")
         for name, scheme in SCHEMES.items():
-            needs = {"calibration": tokens} if "smoothed" in name or "gptq" in name else {}
+            needs = {"calibration": tokens} if any(word in name for word in CALIBRATED) else {}
             quantize_checkpoint(place / "model", place / "out", **scheme, **needs)
             assert verify(place / "out", place / "model") == [], name
             counts, slips = mutate(place, options, gptq="gptq" in name)
-            print(f"{name}: {dict(counts)}")
+            print(f"{name}: {dict(counts)}", flush=True)
             for slip in slips:
                 print(f"  slipped: {slip}")
             failures += len(slips)

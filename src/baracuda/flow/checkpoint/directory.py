@@ -11,8 +11,9 @@ from typing import Any
 
 from ...core.printable import printable
 from ..errors import CheckpointError
+from .json_text import parse_json
 from .storage import FLOATS
-from .tensorfile import Entry, TensorFile, parse_json
+from .tensorfile import Entry, TensorFile
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .directory import FOLDS, leads_out
-from .tensorfile import TensorFile, parse_json, write_tensors
+from .json_text import parse_json
+from .tensorfile import TensorFile, write_tensors
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -20,15 +19,15 @@ from torch import Tensor
 
 from ...core.printable import printable
 from ..errors import RESUME, CheckpointError
+from .json_text import parse_json
 
 #: On Linux this starts the writeback of dirty pages without waiting. Elsewhere the last fsync writes all of them.
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
+#: No tensor has a longer name. Patterns are matched with names, which takes time that grows with their length.
+MAX_NAME = 512
 #: The format's own limit. A file with a longer header is damaged or an attack.
 MAX_HEADER_BYTES = 100_000_000
-#: No config or header is nested deeper.
-MAX_DEPTH = 64
-_SURROGATE = re.compile("[\ud800-\udfff]")
 #: Start writeback after this many bytes, so that the disk works while the rest is computed.
 WRITEBACK_BYTES = 32 << 20
 
@@ -356,6 +355,8 @@ def _parse_entry(file: str, name: str, value: Any) -> Entry:
     where = f"{file}: tensor {printable(name[:200])}"
     if printable(name) != name or not name or "\n" in name or "\t" in name:
         raise CheckpointError("bad-header", f"{where}: expected a name without control characters")
+    if len(name) > MAX_NAME:
+        raise CheckpointError("bad-header", f"{where}...: expected a name of at most {MAX_NAME} characters")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("bad-header", f"{where}: expected dtype, shape and data_offsets")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -376,44 +377,3 @@ def _parse_entry(file: str, name: str, value: Any) -> Entry:
 
 def _sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
-
-
-def parse_json(data: bytes, name: str) -> dict[str, Any]:
-    """Parse a JSON object; whatever is wrong with the bytes raises a CheckpointError."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        table = dict(pairs)
-        if len(table) != len(pairs):
-            raise ValueError("a key appears twice")
-        return table
-
-    try:
-        content = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        text = f"{name}: not readable as JSON: {str(error)[:200]}; copy or download it again"
-        raise CheckpointError("bad-json", text) from None
-    if not isinstance(content, dict):
-        raise CheckpointError("bad-json", f"{name}: expected a JSON object, got {type(content).__name__}")
-    if (problem := _unusable(content, escapes=b"\\u" in data)) is not None:
-        raise CheckpointError("bad-json", f"{name}: {problem}; copy or download it again")
-    return content
-
-
-def _unusable(content: Any, *, escapes: bool) -> str | None:
-    """What no program can go on with, or None: deep nesting, and half a character, which cannot be written."""
-    waiting = [(content, 1)]
-    while waiting:
-        value, depth = waiting.pop()
-        if depth > MAX_DEPTH:
-            return f"nested more than {MAX_DEPTH} times"
-        if isinstance(value, dict):
-            waiting += [(inner, depth + 1) for inner in value.values()]
-            texts = [*value, *(inner for inner in value.values() if isinstance(inner, str))] if escapes else []
-        elif isinstance(value, list):
-            waiting += [(inner, depth + 1) for inner in value if isinstance(inner, (dict, list))]
-            texts = [inner for inner in value if isinstance(inner, str)] if escapes else []
-        else:
-            continue
-        if any(_SURROGATE.search(text) for text in texts):
-            return "it holds half a character (a lone surrogate)"
-    return None
