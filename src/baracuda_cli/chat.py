@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 
 from .terminal import MODEL, Json, Output, Quiet, console, errors_told, shown, stderr
 
@@ -52,7 +53,7 @@ def chat(
 
 
 def _open(checkpoint: str, device: str | None, dtype: str | None) -> Conversation:
-    with stderr.status(f"loading {checkpoint}"):
+    with stderr.status(f"loading {escape(checkpoint)}"):
         import torch
 
         from baracuda import InvalidProblem

@@ -29,7 +29,8 @@ def verify(
 
         made, source = local_directory(out), None if against is None else local_directory(against)
         _require_checkpoints(made, source)
-        findings = check(made, source)
+        notes: list[str] = []
+        findings = check(made, source, on_note=notes.append)
     output.data([asdict(finding) for finding in findings])
     if findings:
         # A name that was cut short could not be looked for: what does not fit goes on in the next line.
@@ -39,7 +40,7 @@ def verify(
             table.add_row(f"[red]{finding.code}[/]", escape(finding.where), escape(finding.message))
         output.show(table)
         raise typer.Exit(1)
-    output.show(f"[green]{escape(out)}: nothing is wrong[/]")
+    output.show(f"[green]{escape(out)}: nothing is wrong[/]", *(escape(f"Note: {note}.") for note in notes))
 
 
 def inspect(
@@ -90,7 +91,7 @@ def compare(
         (head, *rows), page = compare_reports(list(outs))
         if output is not None:
             output.write_text(page)
-    table = Table("", *(row[0] for row in rows), box=SIMPLE_HEAD)
+    table = Table("", *(escape(row[0]) for row in rows), box=SIMPLE_HEAD)
     for i, title in enumerate(head[1:], 1):
         table.add_row(title, *(escape(row[i]) for row in rows))
     if differ([head, *rows]):
@@ -117,7 +118,7 @@ def _require_checkpoints(out: Path, against: Path | None) -> None:
 
 def _overview(found: dict[str, Any]) -> Table:
     table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
-    architecture = ", ".join(found["architectures"] or []) or found["model_type"] or "unknown architecture"
+    architecture = ", ".join(found["architectures"] or []) or str(found["model_type"] or "unknown architecture")
     quantized = [module for module in found["modules"] if module["quantized"]]
     table.add_row("model", escape(f"{found['name']}, {architecture}"))
     if found["note"]:
@@ -148,7 +149,7 @@ def _modules(modules: list[dict[str, Any]], each: bool) -> Table:
     for (name, stored, shape), group in sorted(groups.items(), key=lambda item: -sum(m["bytes"] for m in item[1])):
         size = sum(module["bytes"] for module in group)
         style = None if group[0]["quantized"] else "dim"
-        row = (escape(name), str(len(group)), shape, stored, _mb(size), f"{size / max(1, total):.1%}")
+        row = (escape(name), str(len(group)), shape, escape(stored), _mb(size), f"{size / max(1, total):.1%}")
         table.add_row(*row, style=style)
     return table
 

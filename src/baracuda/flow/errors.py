@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..core.errors import BaracudaError
-from ..core.patterns import flaw
+from ..core.patterns import MAX_STEPS, flaw, steps
 
 
 class CheckpointError(BaracudaError):
@@ -50,6 +50,18 @@ def require_pattern(pattern: str, where: str = "--ignore") -> None:
         raise FlowError(
             f"{where} {pattern[:80]}: not a regular expression: {error}; correct it, or drop re: for a shell pattern"
         )
+
+
+def require_quick(patterns: Iterable[str], names: Collection[str], where: str) -> None:
+    """Raise where matching a stranger's patterns with these names may never end."""
+    patterns = list(patterns)
+    if steps(patterns, names) <= MAX_STEPS:
+        return
+    worst = max(patterns, key=lambda pattern: steps([pattern], names))
+    raise FlowError(
+        f"{where}: matching {shown(worst)} with the names of the layers may take forever; expected a regular "
+        "expression without repetitions inside each other, and with few of them: correct it, or name the layers"
+    )
 
 
 #: How a message ends when the run can be resumed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 
 from ...core.patterns import matches
 from ...schemes import Recipe
-from ..errors import CheckpointError, FlowError
+from ..errors import CheckpointError, FlowError, require_quick
 from .config import parse_config
 from .directory import (
     INDEX,
@@ -43,9 +43,10 @@ class Finding:
     message: str
 
 
-def require_stored(out: Path, recipe: Recipe) -> None:
+def require_stored(out: Path, recipe: Recipe, ignore: Collection[str] = ()) -> None:
     """Raise unless the shards hold what the schemes store. Only their headers are read."""
     with Checkpoint.open(out) as stored:
+        require_quick([*ignore, *(pattern for pattern, _ in recipe.rules)], stored.where, f"{out}: quantization_config")
         check = Check(out, entries={name: stored.entry(name) for name in stored.where}, files=stored.shards)
         check.check_modules(recipe)
     if check.findings:
@@ -68,16 +69,22 @@ class Check:
     shards: list[str] = field(default_factory=list)
     #: Whether config.json names classes in code that comes with the model.
     own_code: bool = False
+    #: What has a finding: tensors and files, and the modules of the tensors.
+    flagged: set[str] = field(default_factory=set)
+    #: Weights that could not be computed again: those whose rounding was checked, and those that only look alike.
+    compared: dict[str, set[str]] = field(default_factory=lambda: {"rounded": set(), "alike": set()})
     #: Tensor -> its file, once somebody asks.
     _holders: dict[str, TensorFile] = field(default_factory=dict)
     #: Module -> the parts stored under its name.
     modules: dict[str, dict[str, Entry]] = field(default_factory=dict)
 
     def add(self, code: str, where: str, message: str) -> None:
+        if code != "not-finite":  # that may be true of the original too, and is forgiven then
+            self.flagged |= {where, where.rpartition(".")[0]}
         self.findings.append(Finding(code, where[:200], message[:400]))
 
     def read_config(self) -> tuple[dict[str, Any], Recipe | None]:
-        """config.json, and the scheme of each layer by it; None where it has none that can be read."""
+        """config.json, and the scheme of each layer by it; None where it has none that can be read. Files are open."""
         try:
             config = read_json(self.out / "config.json")
         except CheckpointError as error:
@@ -92,7 +99,7 @@ class Check:
             self.add("not-quantized", "config.json", "it has no quantization_config: servers would load floats")
             return None
         try:
-            return parse_config(quantization)
+            return parse_config(quantization, self.entries)
         except FlowError as error:
             self.add("bad-config", "config.json", str(error))
             return None

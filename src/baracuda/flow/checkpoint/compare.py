@@ -102,7 +102,7 @@ class _Comparison:
         for name in source.where:
             module = name.removesuffix(".weight")
             if module in check.modules:
-                if self.recipe is not None and not self._flagged(module):
+                if self.recipe is not None and module not in check.flagged:
                     self._compare_weight(name, module, Storage(self.recipe.of(module).scheme))
             elif name not in check.entries:
                 check.add("missing-tensor", name, "the original has it")
@@ -173,9 +173,6 @@ class _Comparison:
         kept = [found for found in self.check.findings if (found.code, found.where) != (code, where[:200])]
         self.check.findings = kept
 
-    def _flagged(self, module: str) -> bool:
-        return any(finding.where.startswith(module) for finding in self.check.findings)
-
     def _same_bytes(self, name: str) -> bool:
         theirs, entry, step = self.source.shards[self.source.where[name]], self.check.entries[name], BLOCK_BYTES
         return all(
@@ -221,7 +218,9 @@ class _Comparison:
             )
         restored = storage.dequantize(stored)
         if self.made.nearest(module):
+            self.check.compared["rounded"].add(module)
             return storage.holds(original.float(), restored, stored["weight_scale"])
+        self.check.compared["alike"].add(module)
         return storage.resembles(original.float(), restored)
 
 

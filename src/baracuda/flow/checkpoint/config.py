@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import fnmatch
+from collections.abc import Collection
 from typing import Any
 
 from ...core.types import ElementKind
 from ...schemes import ActivationFormat, Choice, Recipe, Scheme, WeightFormat
 from ...schemes.formats import ActivationKind
 from ...schemes.registry import EXPERTS, is_checkpoint_scheme
-from ..errors import FlowError, require_pattern
+from ..errors import FlowError, require_pattern, require_quick
 from .storage import Storage
 
 #: The target of the group for all layers that no other group names.
 ALL_LINEARS = ["Linear"]
 MIXED = "mixed-precision"
+#: No group has as many columns.
+MAX_GROUP = 2**31
 
 
 def quantization_config(recipe: Recipe, ignore: list[str]) -> dict[str, Any]:
@@ -97,8 +100,11 @@ _LAYOUTS = {
 }
 
 
-def parse_config(config: dict[str, Any]) -> Recipe:
-    """The scheme of each layer that a quantization_config describes; a FlowError says what cannot be read."""
+def parse_config(config: dict[str, Any], names: Collection[str] = ()) -> Recipe:
+    """The scheme of each layer that a quantization_config describes; a FlowError says what cannot be read.
+
+    `names` are those of the layers that its patterns will be matched with, as far as they are known.
+    """
     try:
         _require_compressed_tensors(config["quant_method"])
         groups = [_six_keys(group) for group in config["config_groups"].values()]
@@ -117,6 +123,7 @@ def parse_config(config: dict[str, Any]) -> Recipe:
         patterns = [pattern for named in targets[1:] for pattern in named]
         for pattern, where in [*((p, "ignore") for p in ignore), *((p, "targets") for p in patterns)]:
             require_pattern(pattern, f"quantization_config: {where}")
+        require_quick([*ignore, *patterns], names, "quantization_config")
         pairs = list(zip(targets, schemes, strict=True))
         rules = [(pattern, Choice(scheme)) for named, scheme in pairs[1:] for pattern in named]
         recipe = Recipe(Choice(schemes[0]), tuple(rules))
@@ -169,7 +176,8 @@ def _six_keys(group: dict[str, Any]) -> dict[str, Any]:
 def _parse_group(group: dict[str, Any], told: dict[str, Any]) -> Scheme:
     weights, inputs = group["weights"], group["input_activations"]
     bits, size, symmetric = weights["num_bits"], weights["group_size"], weights["symmetric"]
-    if bits not in (4, 8) or type(size or 8) is not int or (bits == 4 and (size or 8) % 8):
+    whole = size is None or (type(size) is int and 0 < size < MAX_GROUP)
+    if bits not in (4, 8) or not whole or (bits == 4 and (size or 8) % 8):
         raise FlowError(f"quantization_config: {bits!r}-bit weights in groups of {size!r} are not read here")
     order = told["weights"].get("actorder")
     if order not in (*_COLUMNS_STAY, *_GROUPS_STORED):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickletools
 import re
 
 from ..errors import CheckpointError
@@ -13,6 +14,8 @@ from .manifest import digests, files_in, for_people, read_manifest
 _CODE = re.compile(r"\.(py|pyc|pyd|pyi|so|dll|dylib|exe|sh|bat|ps1|js|jar|ipynb|wasm)$", re.IGNORECASE)
 #: How pickles and the archives that torch.save makes begin, whatever their name is.
 _PICKLES = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+_LOOK = 1 << 16
+_DOTTED = re.compile(r"[A-Za-z_][\w.]* [A-Za-z_][\w.]*")
 #: Shards that `baracuda quantize` has written say so: their report and their checksums are then missed.
 MADE_BY = {"made_by": "baracuda quantize"}
 
@@ -68,14 +71,28 @@ def _look_at(check: Check, name: str, sums: dict[str, str] | None) -> None:
 def _is_pickle(check: Check, name: str) -> bool:
     try:
         with (check.out / name).open("rb") as file:
-            return not name.endswith(".safetensors") and file.read(4).startswith(_PICKLES)
+            start = file.read(_LOOK)
+            return not name.endswith(".safetensors") and (start.startswith(_PICKLES) or _calls(start))
     except OSError as error:
         check.add("unreadable", name, f"it cannot be read: {error.strerror}")
         return False
 
 
+def _calls(start: bytes) -> bool:
+    """Whether these bytes begin a pickle of protocol 0 or 1, which have no mark of their own, that calls something."""
+    named = False
+    try:
+        for code, argument, _ in pickletools.genops(start):
+            named |= code.name in ("GLOBAL", "INST") and bool(_DOTTED.fullmatch(str(argument)))
+            if named and code.name in ("INST", "REDUCE", "BUILD", "OBJ", "STOP"):
+                return True
+    except Exception:  # most files are no pickles; pickletools raises many kinds of errors then
+        return False
+    return False
+
+
 def _compare(check: Check, regular: list[str], sums: dict[str, str]) -> None:
-    present = [name for name in sums if name in set(regular)]
+    present = sorted(sums.keys() & set(regular))
     try:
         found = digests(check.out, present)
     except OSError as error:

@@ -24,7 +24,7 @@ from .json_text import parse_json
 #: On Linux this starts the writeback of dirty pages without waiting. Elsewhere the last fsync writes all of them.
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 _SYNC_FILE_RANGE_WRITE = 2
-#: No tensor has a longer name. Patterns are matched with names, which takes time that grows with their length.
+#: No module, and no tensor of one, has a longer name: matching patterns with names takes time that grows with them.
 MAX_NAME = 512
 #: The format's own limit. A file with a longer header is damaged or an attack.
 MAX_HEADER_BYTES = 100_000_000
@@ -355,7 +355,7 @@ def _parse_entry(file: str, name: str, value: Any) -> Entry:
     where = f"{file}: tensor {printable(name[:200])}"
     if printable(name) != name or not name or "\n" in name or "\t" in name:
         raise CheckpointError("bad-header", f"{where}: expected a name without control characters")
-    if len(name) > MAX_NAME:
+    if any(len(part) > MAX_NAME for part in name.rpartition(".")):  # quantizing makes the last part longer
         raise CheckpointError("bad-header", f"{where}...: expected a name of at most {MAX_NAME} characters")
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError("bad-header", f"{where}: expected dtype, shape and data_offsets")

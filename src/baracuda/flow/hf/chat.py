@@ -13,6 +13,7 @@ import torch
 from ...plans.plan import resolve_device
 from ..errors import FlowError
 from .forward import any_model, generates, tokenizer
+from .generation import failures_told, plain_generation
 from .hub import local_directory
 from .skeleton import quiet, require_transformers
 
@@ -64,7 +65,8 @@ class Conversation:
 
         A temperature of 0 takes the most likely token each time, so that the same text has the same answer.
         """
-        ids = self._encoded(text)
+        with failures_told("the tokenizer fails"):
+            ids = self._encoded(text)
         limit = getattr(self.model.config, "max_position_embeddings", None)
         if limit is not None and ids.shape[1] + max_tokens > limit > 0:
             max_tokens = limit - ids.shape[1]
@@ -72,7 +74,7 @@ class Conversation:
                 raise FlowError(f"the conversation has {ids.shape[1]} tokens and the model reads {limit}; use /reset")
         sampled = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         start = perf_counter()
-        with quiet(), torch.no_grad():
+        with plain_generation(self.model), quiet(), torch.no_grad():
             made = self.model.generate(
                 ids.to(self.model.device),
                 attention_mask=torch.ones_like(ids).to(self.model.device),
@@ -82,7 +84,8 @@ class Conversation:
                 **sampled,
             )[0, ids.shape[1] :]
         seconds = perf_counter() - start
-        answer: str = self.tokenizer.decode(made, skip_special_tokens=True)
+        with failures_told("the tokenizer fails"):
+            answer: str = self.tokenizer.decode(made, skip_special_tokens=True)
         if self.has_template:
             self.turns += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
         return Reply(answer, len(made), seconds)

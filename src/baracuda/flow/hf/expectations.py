@@ -7,7 +7,10 @@ from typing import Any
 import torch
 
 from ...core.patterns import matches
+from ...schemes import Recipe
+from ...schemes.search import split_factors
 from ..checkpoint.check import Check
+from ..checkpoint.inventory import is_made_by_quantize
 from .names import match_names
 from .skeleton import skeleton, stay_float, tied_weights
 from .structure import float_name
@@ -53,6 +56,20 @@ def _check_linear(check: Check, name: str, stored: str | None, module: torch.nn.
         if entry is not None and entry.shape != expected:
             got = "" if packed else f", got {list(entry.shape)}"
             check.add("shape-mismatch", entry.name, f"config.json makes it {list(shape)}{packed}{got}")
+
+
+def check_factors(check: Check, recipe: Recipe) -> None:
+    """Scales of w4a8, as baracuda writes them: those of a row's groups are small multiples of one."""
+    if not is_made_by_quantize(check):  # servers multiply with any scales
+        return
+    for module in check.modules:
+        scheme, name = recipe.of(module).scheme, f"{module}.weight_scale"
+        integers = scheme.activation.kind != "float" and scheme.weight.group_size is not None
+        if not integers or module in check.flagged or not check.entries[name].nbytes:
+            continue
+        if split_factors(check.file(name).read(name)) is None:
+            text = "expected scales of groups that are 1 to 15 times a scale of their row, as w4a8 has them"
+            check.add("bad-scale", name, text)
 
 
 def _damaged(check: Check) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.directory import require_contained
-from ..errors import FlowError
+from ..checkpoint.directory import leads_out, read_json, require_contained
+from ..errors import CheckpointError, FlowError, shown
 from .config import alone, model_config
 from .load import load, read_model
 from .skeleton import require_transformers
@@ -21,6 +23,9 @@ from .skeleton import require_transformers
 TRACE_SHAPE = (2, 11)
 
 
+TOKENIZER = "tokenizer_config.json"
+#: Settings of a tokenizer that name files of its vocabulary.
+_FILE = re.compile(r"(file|spm|vocab|merges)$")
 #: What a model of images or sounds is evaluated with.
 REMEDY = "evaluate it on a .safetensors file of its inputs, such as pixel_values or input_features, or drop --evaluate"
 
@@ -68,6 +73,7 @@ def tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     require_contained(directory)
+    _require_own_files(directory)
     try:
         with alone():
             return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
@@ -77,6 +83,16 @@ def tokenizer(directory: Path) -> Any:
             f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
             f"instead ({reason})"
         ) from None
+
+
+def _require_own_files(directory: Path) -> None:
+    """Raise where the settings of a tokenizer name a file elsewhere: transformers would make its vocabulary of it."""
+    if not (directory / TOKENIZER).exists():
+        return
+    for key, value in read_json(directory / TOKENIZER).items():
+        if isinstance(value, str) and _FILE.search(key) and os.path.isfile(value) and leads_out(Path(value), directory):
+            place = f"{TOKENIZER}: {shown(key)[1:-1]} names {shown(value)}"
+            raise CheckpointError("path-escape", f"{place}: expected no file outside {directory}; remove it")
 
 
 def require_readable(model: nn.Module, sequences: list[Tensor], use: str, device: torch.device) -> None:

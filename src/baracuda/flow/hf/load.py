@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from ...core.errors import BaracudaError
+from ...core.patterns import flaw
 from ...models.fuse import fuse_producers
 from ...models.merge import merge_siblings
 from ...plans.plan import resolve_device
@@ -16,7 +18,7 @@ from ..checkpoint.check import require_stored
 from ..checkpoint.config import parse_config
 from ..checkpoint.directory import Checkpoint, read_json, require_contained
 from ..checkpoint.storage import STORED
-from ..errors import CheckpointError, FlowError, some
+from ..errors import CheckpointError, FlowError, require_quick, some
 from .config import alone, model_config
 from .hub import local_directory
 from .skeleton import model_class, require_transformers, skeleton
@@ -60,7 +62,7 @@ def load(
             "pack-quantized files of 4 bits; load other checkpoints with transformers"
         ) from None
     require_transformers("baracuda.load builds transformers models")
-    require_stored(directory, recipe)
+    require_stored(directory, recipe, quantization["ignore"])
     from .quantizer import METHOD  # needs transformers, and registers our quantizer with it
 
     config = model_config(directory)
@@ -137,6 +139,8 @@ def require_size(directory: Path) -> None:
     """
     with Checkpoint.open(directory) as stored:
         config, limit = stored.config, 2 * stored.nbytes + SLACK
+        regexes = _regexes(config.get("quantization_config"))
+        require_quick(regexes, stored.where, f"{directory}: quantization_config")  # other readers match them, too
     try:
         model, _ = skeleton(config)
     except CheckpointError:
@@ -152,6 +156,14 @@ def require_size(directory: Path) -> None:
             f"{directory}: config.json makes a model of {total} elements ({largest} is {list(tensor.shape)}), more "
             f"than the {stored.nbytes} bytes of its files can hold; correct config.json, or download the files again",
         )
+
+
+def _regexes(value: Any) -> Iterator[str]:
+    """The regular expressions at any depth of a quantization_config."""
+    if isinstance(value, str) and value.startswith("re:") and flaw(value) is None:
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _regexes(inner)
 
 
 #: Elements that a model may have beyond what its files hold: tables of positions, masks.

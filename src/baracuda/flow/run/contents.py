@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import FLOATS, Storage
 from ..checkpoint.tensorfile import NAMES, Entry
 from ..errors import FlowError, shown
+from ..hf.config import require_sane
 from ..hf.hub import local_directory
 
 #: Tensors of a quantized weight: ours and those of other formats. What holds the integers comes first.
@@ -25,10 +27,11 @@ def inspect_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
     """
     directory = local_directory(checkpoint)
     with Checkpoint.open(directory) as source:
+        require_sane(source.config)
         config = source.config.get("quantization_config")
         if config is not None and not isinstance(config, dict):
             raise FlowError(f"{directory}: config.json: quantization_config: expected a table, got {shown(config)}")
-        recipe, note = _recipe(config)
+        recipe, note = _recipe(config, source.where)
         tensors: dict[str, dict[str, Entry]] = defaultdict(dict)
         for name in source.where:
             module, _, part = name.rpartition(".")
@@ -48,9 +51,15 @@ def inspect_checkpoint(checkpoint: str | Path) -> dict[str, Any]:
         "quantized_bytes": sum(module["bytes"] for module in quantized),
         "quantized_parameters": sum(module["parameters"] for module in quantized),
         "parameters": sum(module["parameters"] for module in modules),
-        "ignored": [] if config is None else config.get("ignore") or [],
+        "ignored": _ignored(config),
         "modules": modules,
     }
+
+
+def _ignored(config: dict[str, Any] | None) -> list[str]:
+    """The layers that a config says stay float; other tools write what they like."""
+    ignored = (config or {}).get("ignore") or []
+    return [str(name) for name in ignored] if isinstance(ignored, list) else [shown(ignored)]
 
 
 def described(scheme: Scheme) -> str:
@@ -60,12 +69,12 @@ def described(scheme: Scheme) -> str:
     return f"w{scheme.weight.bits}{activation}" + (f", groups of {size}" if size is not None else "")
 
 
-def _recipe(config: dict[str, Any] | None) -> tuple[Recipe | None, str | None]:
+def _recipe(config: dict[str, Any] | None, names: Collection[str]) -> tuple[Recipe | None, str | None]:
     """The schemes of a checkpoint that baracuda reads; else why it does not read them."""
     if config is None:
         return None, "not quantized: its config.json has no quantization_config"
     try:
-        return parse_config(config), None
+        return parse_config(config, names), None
     except FlowError as error:
         return None, f"quantized by another tool: {error}"
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..checkpoint.tensorfile import TensorFile
 from ..errors import FlowError
 from ..hf.forward import float_model, generates, require_readable, tokenizer
+from ..hf.generation import failures_told
 from .inputs import holds_inputs, require_inputs, require_perceived
 from .options import Options, Progress
 from .texts import SUFFIXES as TEXTS
@@ -82,7 +83,8 @@ class Encoder:
             options["add_special_tokens"] = False
         if limit is None and piece.ends:
             text += "\n"
-        found: list[int] = self.tokenizer(text, **options)["input_ids"]
+        with failures_told(f"{self.directory}: the tokenizer fails"):
+            found: list[int] = self.tokenizer(text, **options)["input_ids"]
         return found
 
     def _chat(self, messages: Chat) -> str:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from ...plans.plan import resolve_device
 from ..errors import FlowError
 from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
+from ..hf.generation import failures_told
 from ..hf.hub import local_directory
 from ..hf.load import load
 from .data import Data, as_file, batches, read_for, require_data
@@ -173,7 +174,8 @@ def _texts(directory: Path, sequence: Tensor, position: int) -> tuple[str | None
     except FlowError:
         return None, None
     first = max(0, position - 15)
-    return decode(sequence[first : position + 1]), decode(sequence[position + 1 : position + 2])
+    with failures_told(f"{directory}: the tokenizer fails"):
+        return decode(sequence[first : position + 1]), decode(sequence[position + 1 : position + 2])
 
 
 class _Logits:

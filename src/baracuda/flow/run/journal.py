@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from ..checkpoint.directory import JOURNAL, read_json
+from ..checkpoint.directory import JOURNAL, links_out, read_json
 from ..errors import FlowError
 
 #: Held by the run that writes; it says which one that is.
@@ -38,6 +38,7 @@ class Journal:
             raise FlowError(f"{self.out} is a link to nothing: remove it, or choose another output directory")
         if self.out.exists() and not self.out.is_dir():
             raise FlowError(f"{self.out} is a file: choose a directory that is empty or not there yet")
+        self._require_no_links()
         if not self.folder.exists():
             self._require_empty()
         self._made_out = not self.out.exists()
@@ -61,6 +62,13 @@ class Journal:
             self.write_json(known, {"fingerprint": fingerprint, "run": run})
         for stale in self.folder.glob("*.tmp"):
             stale.unlink()
+
+    def _require_no_links(self) -> None:
+        """Raise where something would be written, or removed, through a link."""
+        links = [self.folder] if self.folder.is_symlink() else [p for p in self.folder.glob("*") if p.is_symlink()]
+        links += links_out(self.out) if self.out.exists() else []
+        if links:
+            raise FlowError(f"{links[0]} is a link: remove it, or choose another output directory")
 
     def _require_empty(self) -> None:
         if self.out.exists() and any(path.name != JOURNAL for path in self.out.iterdir()):

@@ -59,10 +59,12 @@ def read_recipe(recipe: str | Path | Mapping[str, Any]) -> RecipeFile:
 def _toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FlowError(f"{path}: expected TOML: {error}") from None
+    except (ValueError, RecursionError) as error:  # not TOML, not text, a huge number, or nested without end
+        raise FlowError(f"{path}: expected TOML: {str(error)[:200]}") from None
     except FileNotFoundError:
         raise FlowError(f"{path}: no such file; expected a recipe in TOML") from None
+    except OSError as error:
+        raise FlowError(f"{path}: expected a recipe in TOML; it cannot be read: {error.strerror}") from None
 
 
 def _require(table: Mapping[str, Any], known: dict[str, type], where: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import platform
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,9 @@ from ..hf.coverage import float_share
 from ..hf.layers import Structure
 from .journal import Journal, sync_directory
 from .schema import require_report
+
+#: What is sorted as a number. Other scripts have digits that are none to `int`, which also refuses very long ones.
+_NUMBER = re.compile("[0-9]{1,18}")
 
 
 def collect(
@@ -106,7 +111,7 @@ def sqnr_db(signal: float, noise: float) -> float | None:
 
 def natural(name: str) -> list[tuple[int, str]]:
     """Sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+    return [(int(part), "") if _NUMBER.fullmatch(part) else (-1, part) for part in name.split(".")]
 
 
 def finite(content: Any) -> Any:
@@ -139,19 +144,18 @@ def rebuild(out: str | Path) -> Path:
     if not (out / REPORT).exists():
         raise FlowError(f"{out}: no {REPORT} there; `baracuda quantize` writes one")
     text = page(read_report(out))
-    temporary = out / f".{REPORT_PAGE}.tmp"
     with os_errors_explained(out, "run it again"):
-        temporary.write_text(text)
-        temporary.replace(out / REPORT_PAGE)
-        _seal_page(out)
+        _replace(out / REPORT_PAGE, text)
+        if (sums := read_manifest(out)) is not None:
+            # What the manifest says of all other files stays.
+            _replace(out / MANIFEST, encode(sums | digests(out, [REPORT_PAGE])))
         sync_directory(out)
     return out / REPORT_PAGE
 
 
-def _seal_page(out: Path) -> None:
-    """Put the SHA-256 of a new page into the manifest; what it says of all other files stays."""
-    sums = read_manifest(out)
-    if sums is not None:
-        temporary = out / f".{MANIFEST}.tmp"
-        temporary.write_text(encode(sums | digests(out, [REPORT_PAGE])))
-        temporary.replace(out / MANIFEST)
+def _replace(final: Path, text: str) -> None:
+    """Write a file anew: nothing is written through a link that lies in its place, under whatever name."""
+    temporary = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
+    with temporary.open("x") as file:
+        file.write(text)
+    temporary.replace(final)

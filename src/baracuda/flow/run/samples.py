@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import FlowError
 from ..hf.forward import generates, tokenizer
+from ..hf.generation import failures_told, plain_generation
 from .options import Progress
 
 #: A few words are enough to see nonsense, and cost seconds where a model is slow.
@@ -40,9 +41,10 @@ def sample_texts(
 
 
 def _sample(words: Any, original: Any, quantized: Any, prompt: Tensor) -> dict[str, str]:
-    said = {"prompt": words.decode(prompt[0], skip_special_tokens=True)}
+    with failures_told("the tokenizer fails"):
+        said = {"prompt": words.decode(prompt[0], skip_special_tokens=True)}
     for name, model in (("float", original), ("quantized", quantized)):
-        with torch.no_grad():
+        with plain_generation(model), torch.no_grad():
             made = model.generate(
                 prompt,
                 attention_mask=torch.ones_like(prompt),
@@ -50,5 +52,6 @@ def _sample(words: Any, original: Any, quantized: Any, prompt: Tensor) -> dict[s
                 do_sample=False,
                 pad_token_id=words.pad_token_id or words.eos_token_id or 0,
             )
-        said[name] = words.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
+        with failures_told("the tokenizer fails"):
+            said[name] = words.decode(made[0, prompt.shape[1] :], skip_special_tokens=True)
     return said

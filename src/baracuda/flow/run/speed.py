@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..checkpoint.directory import read_json
 from ..errors import FlowError
 from ..hf import measure
 from ..hf.forward import float_model, generates
+from ..hf.generation import plain_generation
 from ..hf.hub import local_directory
 from ..hf.load import load
 from ..hf.skeleton import require_transformers
@@ -52,14 +54,17 @@ def compare_speed(
         name = directory.name if directory.name not in contestants else str(directory)
         progress(f"loading {directory}")
         contestants[name] = _opened(directory, device)
-    progress(f"prefill of {batch} x {length} tokens")
-    prefill = measure.prefill(contestants, batch, length)
-    progress(f"decoding with a batch of {batch}")
-    decode = measure.decode(contestants, batch, length=32, tokens=tokens)
-    compiled: dict[str, float] = {}
-    if device.type == "cuda":
-        progress("decoding with a static cache, which is compiled first")
-        compiled = measure.decode(contestants, batch, length=32, tokens=tokens, compiled=True)
+    with ExitStack() as stack:
+        for each in contestants.values():
+            stack.enter_context(plain_generation(each))
+        progress(f"prefill of {batch} x {length} tokens")
+        prefill = measure.prefill(contestants, batch, length)
+        progress(f"decoding with a batch of {batch}")
+        decode = measure.decode(contestants, batch, length=32, tokens=tokens)
+        compiled: dict[str, float] = {}
+        if device.type == "cuda":
+            progress("decoding with a static cache, which is compiled first")
+            compiled = measure.decode(contestants, batch, length=32, tokens=tokens, compiled=True)
     return [
         Speed(
             name,
