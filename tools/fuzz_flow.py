@@ -1,15 +1,15 @@
-"""Fuzz the model flow: hostile configs, headers, indices, reports, checksums, folds and texts, from a seed.
+"""Fuzz the model flow: hostile configs, headers, indices, reports, checksums, folds, tokenizers and texts, from a seed.
 
-Every case damages a copy of a small model, its quantized checkpoint or its data, and calls what people call. An answer
-is a result, a finding or a BaracudaError. Anything else (a traceback, a case that takes too long, memory without bound)
-is a failure: it is printed with the seed of its case, which `--case` repeats alone.
+Every case damages a copy of a small model, its quantized checkpoints or its data, and calls what people call, from
+Python or by the command line. An answer is a result, a finding or a BaracudaError. Anything else (a traceback, a case
+that takes too long, memory without bound) is a failure: it is printed with the seed of its case, which `--case` repeats
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import resource
 import shutil
@@ -23,24 +23,22 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
+import fuzz_damage as damaged
 import models
 import torch
+from typer.testing import CliRunner
 
 from baracuda import BaracudaError
 from baracuda.flow import evaluate_checkpoint, inspect_checkpoint, load, quantize_checkpoint, report, verify
-from baracuda.flow.checkpoint.tensorfile import encode_header
+from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
 from baracuda.flow.run.data import require_data
+from baracuda_cli import app
 
-SECONDS_A_CASE = 30
+#: Of the processor, and of the clock: a case may wait for a pipe, and the machine may be busy.
+SECONDS_A_CASE, SECONDS_OF_WAITING = 30, 180
 #: What a case may take beyond what the process has when the cases begin.
 MEMORY = 3 << 30
-WORDS = [
-    *(None, True, False, -1, 0, 1, 3, 2**31, 2**33, 2**63, 10**40, 0.5, -0.0, 1e308, float("nan"), float("inf")),
-    *("", "x", "\ud800", "\x1b[2J", "../../etc/passwd", "a/b", "hf-hub:a/b", "<script>", "float8_e4m3fn", "load"),
-    *([], {}, [1], ["x"], [[]], {"a": 1}, {"quant_method": "fp8"}, {"rope_type": "yarn", "factor": 0}),
-]
 
 
 def main() -> int:
@@ -87,8 +85,49 @@ def make(kept: Path) -> None:
     (kept / "texts.jsonl").write_text('{"text": "one"}\n"two"\n')
     (kept / "texts.txt").write_text("one\ntwo\n")
     (kept / "recipe.toml").write_text('scheme = "w8a8"\n[[layers]]\nmatch = "*.up_proj"\nscheme = "w8a8"\n')
+    tokenizer(kept / "model")
     smooth = {"scheme": "w8a8-smoothquant", "activations": "static"}
     quantize_checkpoint(kept / "model", kept / "out", calibration=tokens, **smooth)  # type: ignore[arg-type]
+    rules = [{"match": "*.mlp.*", "scheme": "w8a8"}, {"match": "*.o_proj", "scheme": "w4a8"}]
+    recipe = {"scheme": "w4a16", "group_size": 32, "layers": rules}
+    quantize_checkpoint(kept / "model", kept / "mixed", recipe=recipe)
+    quantize_checkpoint(kept / "model", kept / "foreign", scheme="w4a16", group_size=32)
+    as_others_write_it(kept / "foreign")
+
+
+def tokenizer(directory: Path) -> None:
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    fast.save_pretrained(directory)
+
+
+def as_others_write_it(out: Path) -> None:
+    """With zero points and the group of each column."""
+    for shard in out.glob("*.safetensors"):
+        tensors = read_tensors(shard)
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            rows, words = tensors[name].shape
+            eights = torch.full((-(-rows // 8), words * 8 // 32), -0x77777778, dtype=torch.int32)
+            groups = torch.arange(words * 8, dtype=torch.int32) // 32
+            stem = name.removesuffix("weight_packed")
+            tensors |= {f"{stem}weight_zero_point": eights, f"{stem}weight_g_idx": groups.flip(0)}
+        write_tensors(shard, tensors, {"format": "pt"})
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["weight_map"] = {n: f.name for f in sorted(out.glob("*.safetensors")) for n in read_tensors(f)}
+    index["metadata"] = {}
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = json.loads((out / "config.json").read_text())
+    quantization = config["quantization_config"]
+    quantization["config_groups"]["group_0"]["weights"] |= {"symmetric": False, "actorder": "group"}
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": quantization | {"version": "0.15"}}))
+    for name in ("baracuda.sha256", "baracuda_report.json", "baracuda_report.html"):
+        (out / name).unlink()
 
 
 def run(place: Path, seed: int, case: int, *, loud: bool = False) -> str:
@@ -97,8 +136,10 @@ def run(place: Path, seed: int, case: int, *, loud: bool = False) -> str:
     what, call = chance.choice(CASES)
     try:
         what(copy, chance)
-        signal.signal(signal.SIGALRM, _too_long)
-        signal.alarm(SECONDS_A_CASE)
+        for kind in (signal.SIGALRM, signal.SIGPROF):
+            signal.signal(kind, _too_long)
+        signal.setitimer(signal.ITIMER_PROF, SECONDS_A_CASE)
+        signal.alarm(SECONDS_OF_WAITING)
         try:
             call(copy)
             return "answered"
@@ -107,6 +148,7 @@ def run(place: Path, seed: int, case: int, *, loud: bool = False) -> str:
             return "refused"
         finally:
             signal.alarm(0)
+            signal.setitimer(signal.ITIMER_PROF, 0)
     except Exception as error:
         if loud:
             traceback.print_exc()
@@ -119,154 +161,13 @@ def _too_long(*_: object) -> None:
     raise TimeoutError(f"took more than {SECONDS_A_CASE} s")
 
 
-# -- damage ------------------------------------------------------------------------------------------------------
-
-
-def vary(value: Any, chance: random.Random, depth: int = 0) -> Any:
-    """The value with something changed somewhere in it."""
-    if isinstance(value, dict) and value and depth < 6 and chance.random() < 0.9:
-        key = chance.choice(list(value))
-        kind = chance.random()
-        if kind < 0.12:
-            return {k: v for k, v in value.items() if k != key}
-        if kind < 0.2:
-            return value | {str(chance.choice(WORDS)): chance.choice(WORDS)}
-        return value | {key: vary(value[key], chance, depth + 1)}
-    if isinstance(value, list) and value and depth < 6 and chance.random() < 0.8:
-        at = chance.randrange(len(value))
-        return [*value[:at], vary(value[at], chance, depth + 1), *value[at + 1 :]]
-    if isinstance(value, int) and not isinstance(value, bool) and chance.random() < 0.5:
-        return chance.choice([value + 1, value - 1, -value, value * 2, value * 10**6, value // 2])
-    return chance.choice(WORDS)
-
-
-def vary_json(path: Path, chance: random.Random) -> None:
-    content = json.loads(path.read_text())
-    for _ in range(chance.choice([1, 1, 2, 5])):
-        content = vary(content, chance)
-    path.write_text(json.dumps(content))
-
-
-def vary_bytes(path: Path, chance: random.Random, first: int | None = None) -> None:
-    data = bytearray(path.read_bytes())
-    for _ in range(chance.choice([1, 1, 3, 20])):
-        end = min(len(data), first or len(data))
-        at, kind = chance.randrange(max(1, end)), chance.random()
-        if kind < 0.6 and data:
-            data[at % len(data)] = chance.randrange(256)
-        elif kind < 0.8:
-            del data[at : at + chance.choice([1, 8, 100])]
-        else:
-            data[at:at] = chance.choice([b"\0", b'"', b"[" * 2000, b"{" * 30, b"\xff", b"\\ud800", b"9" * 5000, b"\n"])
-    path.write_bytes(data)
-
-
-def _shard(directory: Path, chance: random.Random) -> Path:
-    return chance.choice(sorted(directory.glob("*.safetensors")))
-
-
-def config_of_model(place: Path, chance: random.Random) -> None:
-    vary_json(place / "model" / "config.json", chance)
-
-
-def config_of_checkpoint(place: Path, chance: random.Random) -> None:
-    vary_json(place / "out" / "config.json", chance)
-
-
-def other_model_type(place: Path, chance: random.Random) -> None:
-    """The sizes of this model under the name of another kind of model."""
-    import transformers
-
-    path = place / chance.choice(["model", "out"]) / "config.json"
-    content = json.loads(path.read_text()) | {"model_type": chance.choice(sorted(transformers.CONFIG_MAPPING))}
-    if chance.random() < 0.5:
-        content.pop("architectures", None)
-    path.write_text(json.dumps(content))
-
-
-def header(place: Path, chance: random.Random) -> None:
-    path = _shard(place / chance.choice(["model", "out"]), chance)
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    text = json.dumps(vary(json.loads(data[8 : 8 + length]), chance)).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-
-
-def header_bytes(place: Path, chance: random.Random) -> None:
-    vary_bytes(_shard(place / chance.choice(["model", "out"]), chance), chance, 3000)
-
-
-def any_bytes(place: Path, chance: random.Random) -> None:
-    vary_bytes(chance.choice([p for p in sorted(place.rglob("*")) if p.is_file()]), chance)
-
-
-def index(place: Path, chance: random.Random) -> None:
-    vary_json(place / chance.choice(["model", "out"]) / "model.safetensors.index.json", chance)
-
-
-def written_report(place: Path, chance: random.Random) -> None:
-    vary_json(place / "out" / "baracuda_report.json", chance)
-    if chance.random() < 0.7:
-        models.reseal(place / "out")
-
-
-def folds(place: Path, chance: random.Random) -> None:
-    path = place / "out" / "baracuda_folds.tensors"
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    content = json.loads(data[8 : 8 + length])
-    if chance.random() < 0.5:
-        described = vary(json.loads(content["__metadata__"]["folds"]), chance)
-        content["__metadata__"]["folds"] = json.dumps(described)
-    else:
-        content = vary(content, chance)
-    text = json.dumps(content).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
-    models.reseal(place / "out")
-
-
-def checksums(place: Path, chance: random.Random) -> None:
-    vary_bytes(place / "out" / "baracuda.sha256", chance)
-
-
-def data_files(place: Path, chance: random.Random) -> None:
-    vary_bytes(place / chance.choice(["texts.jsonl", "texts.txt", "tokens.safetensors", "recipe.toml"]), chance)
-
-
-def token_types(place: Path, chance: random.Random) -> None:
-    from baracuda.flow.checkpoint.tensorfile import DTYPES, Entry
-
-    dtype, shape = chance.choice(list(DTYPES.values())), chance.choice([(), (0,), (3,), (2, 0), (2, 3), (1, 2, 3)])
-    entry = Entry("tokens", dtype, shape)
-    entry = Entry("tokens", dtype, shape, 0, entry.nbytes)
-    (place / "tokens.safetensors").write_bytes(encode_header([entry], {}) + os.urandom(entry.nbytes))
-
-
-def files(place: Path, chance: random.Random) -> None:
-    """Files that are missing, links, folders, pipes, or have names that nobody gives."""
-    directory = place / chance.choice(["model", "out"])
-    path = chance.choice([p for p in sorted(directory.iterdir()) if p.is_file()])
-    kind = chance.randrange(6)
-    if kind < 4:
-        path.unlink()
-    if kind == 1:
-        path.mkdir()
-    if kind == 2:
-        path.symlink_to(chance.choice(["/proc/self/environ", "/dev/zero", "nowhere", str(path), "."]))
-    if kind == 3:
-        os.mkfifo(path)
-    if kind == 4:
-        (directory / chance.choice(["a\nb", "\x1b[2J", "x.BIN", "modeling.py", "\udcff", "-rf", "a" * 200])).touch()
-    if kind == 5:
-        path.rename(path.with_name(path.name.upper()))
-
-
 # -- what people call --------------------------------------------------------------------------------------------
 
 
 def verifies(place: Path) -> None:
-    for finding in [*verify(place / "out"), *verify(place / "out", place / "model")]:
-        finding.message.encode()
+    for name in damaged.CHECKPOINTS:
+        for finding in [*verify(place / name), *verify(place / name, place / "model")]:
+            finding.message.encode()
 
 
 def quantizes(place: Path) -> None:
@@ -283,7 +184,9 @@ def quantizes_by_recipe(place: Path) -> None:
 
 
 def loads(place: Path) -> None:
-    load(place / "out")
+    for name in damaged.CHECKPOINTS:
+        with suppress(BaracudaError, OSError):
+            load(place / name)
 
 
 def reports(place: Path) -> None:
@@ -291,7 +194,7 @@ def reports(place: Path) -> None:
 
 
 def inspects(place: Path) -> None:
-    json.dumps([inspect_checkpoint(place / name) for name in ("model", "out")])
+    json.dumps([inspect_checkpoint(place / name) for name in damaged.DIRECTORIES])
 
 
 def evaluates(place: Path) -> None:
@@ -304,23 +207,80 @@ def reads_data(place: Path) -> None:
             require_data(place / name)
 
 
+def command(*arguments: str | Path) -> None:
+    """A command as people type it: it ends with 0, 1 or 2, and prints nothing that a terminal obeys."""
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    if done.exit_code not in (0, 1, 2) or any(ord(c) < 32 and c not in "\n\t\r" for c in done.output):
+        raise AssertionError(f"{arguments[0]} ended with {done.exit_code}: {done.output[-100:]!a}")
+
+
+def types_commands(place: Path) -> None:
+    """Those that only read files, with every option that changes what is drawn."""
+    for name in damaged.DIRECTORIES:
+        command("inspect", place / name, "--layers")
+    command("verify", place / "out", "--against", place / "model")
+    command("report", place / "out")
+    command("compare", place / "out", place / "mixed", "-o", place / "page.html")
+
+
+def chats(place: Path) -> None:
+    command("chat", place / "out", "-p", "w5 w6", "--max-tokens", "2")
+
+
+def benches(place: Path) -> None:
+    command("bench", place / "model", place / "out", "--length", "4", "--tokens", "8")
+
+
+def types_evaluation(place: Path) -> None:
+    for data in ("texts.jsonl", "texts.txt", "tokens.safetensors"):
+        command("eval", place / "out", "--text", place / data, "--samples", "2", "--sequence-length", "8")
+
+
 Damage = Callable[[Path, random.Random], None]
 Call = Callable[[Path], None]
 CASES: list[tuple[Damage, Call]] = [
     *[
         (damage, call)
-        for damage in (config_of_model, header, header_bytes, index, files)
+        for damage in (damaged.config_of_model, damaged.header, damaged.header_bytes, damaged.index, damaged.files)
         for call in (quantizes, verifies)
     ],
-    *[(damage, inspects) for damage in (config_of_checkpoint, config_of_model, header, index)],
-    *[(damage, call) for damage in (config_of_checkpoint, other_model_type) for call in (verifies, loads, quantizes)],
-    *[(damage, loads) for damage in (header, header_bytes, index, files)],
-    *[(written_report, call) for call in (reports, reports, verifies)],
-    *[(damage, verifies) for damage in (folds, folds, checksums, any_bytes, files)],
-    *[(data_files, call) for call in (reads_data, quantizes_with_data, quantizes_by_recipe)],
-    *[(token_types, call) for call in (reads_data, evaluates)],
-    (config_of_model, quantizes_with_data),
-    (config_of_checkpoint, evaluates),
+    *[
+        (damage, inspects)
+        for damage in (damaged.config_of_checkpoint, damaged.config_of_model, damaged.header, damaged.index)
+    ],
+    *[
+        (damage, call)
+        for damage in (damaged.config_of_checkpoint, damaged.other_model_type)
+        for call in (verifies, loads, quantizes)
+    ],
+    *[(damage, loads) for damage in (damaged.header, damaged.header_bytes, damaged.index, damaged.files)],
+    *[(damaged.written_report, call) for call in (reports, reports, verifies)],
+    *[
+        (damage, verifies)
+        for damage in (damaged.folds, damaged.folds, damaged.checksums, damaged.any_bytes, damaged.files)
+    ],
+    *[(damaged.data_files, call) for call in (reads_data, quantizes_with_data, quantizes_by_recipe)],
+    *[(damaged.token_types, call) for call in (reads_data, evaluates)],
+    *[(damaged.settings, call) for call in (chats, chats, types_evaluation, benches)],
+    *[
+        (damage, types_commands)
+        for damage in (
+            damaged.config_of_checkpoint,
+            damaged.written_report,
+            damaged.index,
+            damaged.header,
+            damaged.any_bytes,
+            damaged.files,
+        )
+    ],
+    *[(damaged.recipe, quantizes_by_recipe)] * 2,
+    (damaged.config_of_checkpoint, chats),
+    (damaged.config_of_model, benches),
+    (damaged.data_files, types_evaluation),
+    (damaged.config_of_model, quantizes_with_data),
+    (damaged.config_of_checkpoint, evaluates),
 ]
 
 if __name__ == "__main__":

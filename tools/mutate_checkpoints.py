@@ -1,9 +1,9 @@
 """Change single bytes of quantized checkpoints, and see what `baracuda verify` lets pass.
 
-Each change is tried as it is, and with the checksums renewed by somebody who wants it to go unnoticed; each with and
-without the original. The bar: as it is, nothing passes. With renewed checksums and the original, nothing passes that
-moves a logit by more than 1e-3 of their size. What only the calibration data or the method's own run could tell (input
-scales; the integers of GPTQ) is counted apart.
+Each change is tried as it is, without the original, and with the checksums renewed by somebody who wants it to go
+unnoticed, against the original. The bar: as it is, nothing passes. With renewed checksums and the original, nothing
+passes that moves a logit by more than 1e-3 of their size. What only the calibration data or the method's own run could
+tell (input scales; the integers of GPTQ) is counted apart.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--changes", type=int, default=500)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--scheme", choices=SCHEMES, action="append", help="this one; all of them unless given")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     failures = 0
@@ -58,11 +59,13 @@ def main() -> int:
         models.save("qwen2", place / "model", torch.bfloat16)
         (place / "model" / "tokenizer.json").write_text('{"a": 1, "b": [2, 3]}')
         tokens = models.tokens(place / "tokens.safetensors")
-        for name, scheme in SCHEMES.items():
+        for name in options.scheme or SCHEMES:
+            scheme = SCHEMES[name]
             needs = {"calibration": tokens} if any(word in name for word in CALIBRATED) else {}
             quantize_checkpoint(place / "model", place / "out", **scheme, **needs)
             assert verify(place / "out", place / "model") == [], name
             counts, slips = mutate(place, options, gptq="gptq" in name)
+            counts["slipped"] = len(slips)
             print(f"{name}: {dict(counts)}", flush=True)
             for slip in slips:
                 print(f"  slipped: {slip}")
@@ -92,13 +95,11 @@ def mutate(place: Path, options: argparse.Namespace, *, gptq: bool) -> tuple[Cou
         path.write_bytes(whole[:at] + bytes((whole[at] ^ (1 << chance.randrange(8)),)) + whole[at + 1 :])
         kept = (out / "baracuda.sha256").read_bytes()
         counts["changes"] += 1
-        if not verify(out) or not verify(out, source):
+        if not verify(out):
             counts["passed as it is"] += 1
             slips.append(f"{where}: not found by its checksum")
         if name != "baracuda.sha256":
             models.reseal(out)
-            if not verify(out):
-                counts["resealed, without the original"] += 1
             if not verify(out, source):
                 counts["resealed, with the original"] += 1
                 moved = distance(exact, logits(out))
