@@ -11,13 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 MODELS, TRUST = "flow/hf/test_hostile_models.py", "flow/checkpoint/test_trust.py"
 VERIFY, REPORT = "flow/checkpoint/test_verify.py", "flow/run/test_report_hostile.py"
-HARD = "flow/run/test_hard_places.py"
+HARD, ATTACKS = "flow/run/test_hard_places.py", "flow/checkpoint/test_attacks.py"
+SETTINGS = "flow/hf/test_hostile_settings.py"
 
 #: How a point of SECURITY.md begins -> the tests of its sentences.
 TESTS: dict[str, list[tuple[str, str]]] = {
     "Nothing is unpickled": [
         ("flow/checkpoint/test_companions.py", "test_layers_of_other_libraries_come_along_and_foreign_weights_do_not"),
         (TRUST, "test_a_file_that_was_added_is_found"),
+        (ATTACKS, "test_pickles_of_every_protocol_are_found_under_any_name"),
     ],
     "A header is checked before it is believed": [(VERIFY, "test_verify_names")],
     "Files are read and copied from inside the directory only": [
@@ -32,10 +34,27 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         (MODELS, "test_quantization_of_others_is_refused_where_it_may_load_code"),
     ],
     "No code of a model repository is run": [(MODELS, "test_code_beside_a_model_is_never_run")],
+    "A `generation_config.json` gives": [
+        (SETTINGS, "test_how_a_model_generates_is_not_for_its_files_to_say"),
+        (SETTINGS, "test_an_evaluation_samples_with_plain_settings"),
+        (SETTINGS, "test_a_tokenizer_reads_no_file_elsewhere"),
+        (SETTINGS, "test_a_chat_template_that_fails_is_told_in_a_sentence"),
+    ],
+    "Nothing is written, and nothing removed, through a link": [
+        (ATTACKS, "test_a_report_is_never_written_through_a_link"),
+        (ATTACKS, "test_nothing_is_written_or_removed_through_a_link_in_the_output"),
+    ],
+    "Regular expressions of a config": [
+        (ATTACKS, "test_a_regular_expression_that_never_ends_is_refused"),
+        (ATTACKS, "test_repetitions_beside_each_other_are_refused_by_the_length_of_the_names"),
+        (ATTACKS, "test_a_broken_linear_of_a_long_name_is_found"),
+        ("core/test_patterns.py", "test_patterns_that_may_never_end_are_known_before_they_are_matched"),
+    ],
     "Nothing is fetched over a network": [(MODELS, "test_no_request_is_made_while_a_model_is_built")],
     "Sizes are compared with the files": [
         (MODELS, "test_a_config_of_other_sizes_than_the_files_allocates_nothing"),
         (MODELS, "test_a_config_that_no_model_has_is_refused"),
+        (ATTACKS, "test_groups_far_out_of_range_take_no_memory"),
         (MODELS, "test_halves_of_characters_and_deep_nesting_are_told_in_a_sentence"),
     ],
     "A model that is partly quantized": [
@@ -60,10 +79,15 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     "`verify --against MODEL` trusts nothing": [
         (TRUST, "test_smoothed_tensors_are_compared_too"),
         (TRUST, "test_what_a_report_says_about_smoothing_hides_nothing"),
+        (ATTACKS, "test_a_fold_that_nobody_absorbs_is_found"),
+        (ATTACKS, "test_a_fold_with_one_reader_left_out_is_found"),
         (TRUST, "test_a_setting_that_is_not_the_originals_is_found"),
         (TRUST, "test_files_beside_the_weights_are_the_originals"),
     ],
-    "Somebody who can rewrite a checkpoint": [(TRUST, "test_factors_that_are_not_those_of_the_weights_are_found")],
+    "Somebody who can rewrite a checkpoint": [
+        (TRUST, "test_factors_that_are_not_those_of_the_weights_are_found"),
+        (ATTACKS, "test_what_is_compared_less_closely_is_told"),
+    ],
     "A failed evaluation does not lose": [
         (HARD, "test_a_failed_evaluation_does_not_lose_the_checkpoint"),
         (HARD, "test_a_transformers_that_loads_no_quantized_model_is_found_before_the_work"),
