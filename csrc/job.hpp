@@ -167,6 +167,19 @@ struct Production {
     Job quantization;  // of all rows: its input is what is made here
 };
 
+// Columns of a weight in f32, column by column: [count, rows]. Each is rounded, and hands on what the later ones make up for.
+struct Columns {
+    bool descends;  // improves integers that are there, instead of rounding values
+    int64_t count, rows, pitch;
+    float low, high;
+    const float* values;    // what is rounded; in a descent, the slope of the error
+    const float* factor;    // [count, count], rows `pitch` apart: what column j takes of what i hands on is at i, j
+    const float* scale;     // [groups, rows]
+    const int64_t* groups;  // the group of each column; null where all are of the first
+    float* integers;
+    float* passed;          // what each column hands on: its error, or in a descent how far it moved
+};
+
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
 struct Kernels {
     void (*elementwise)(const Job&, int64_t part, int64_t parts);
@@ -176,6 +189,7 @@ struct Kernels {
     void (*learn)(const Job&, int64_t part, int64_t parts);
     void (*total)(const Job&, int64_t part, int64_t parts);
     void (*produce)(const Production&, int64_t part, int64_t parts);
+    void (*round_columns)(const Columns&);
 };
 
 // The widest vector, in bytes, that prepared activations are padded for.

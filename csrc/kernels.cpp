@@ -2,8 +2,8 @@
 // local: code for one instruction set must never be picked by the linker for another.
 #include <type_traits>
 
+#include "columns.hpp"
 #include "learned.hpp"
-#include "produce.hpp"
 
 namespace baracuda {
 namespace {
@@ -57,6 +57,6 @@ void total(const Job& job, int64_t part, int64_t parts) {
 }  // namespace
 
 extern const Kernels BARACUDA_TABLE;
-const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total, produce};
+const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total, produce, round_columns};
 
 }  // namespace baracuda

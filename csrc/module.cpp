@@ -61,4 +61,5 @@ NB_MODULE(_cpu, m) {
     bind_plan(m);
     bind_linear(m);
     bind_producer(m);
+    bind_columns(m);
 }

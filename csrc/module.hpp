@@ -11,5 +11,6 @@ extern const Isa* isa;  // the one in use
 void bind_plan(nanobind::module_& m);
 void bind_linear(nanobind::module_& m);
 void bind_producer(nanobind::module_& m);
+void bind_columns(nanobind::module_& m);
 
 }  // namespace baracuda

@@ -193,3 +193,20 @@ class WeightOnlyLinear:
         threads: int,
         /,
     ) -> None: ...
+
+def round_columns(
+    descends: bool,
+    count: int,
+    rows: int,
+    pitch: int,
+    low: float,
+    high: float,
+    values: int,
+    factor: int,
+    scale: int,
+    groups: int,
+    integers: int,
+    passed: int,
+    /,
+) -> None:
+    """Round `count` columns of a weight one after the other, all f32 `[count, rows]`: see `Columns` in csrc/job.hpp."""

@@ -13,7 +13,7 @@ from baracuda.flow import quantize_checkpoint
 from baracuda.schemes.search import Rounding, search_scales
 from bench import _gemma_type as gemma
 from bench import _real_model as real
-from bench.accuracy import ROWS, requirements
+from bench.accuracy import ROWS, requirements, together
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,3 +85,18 @@ def test_searched_scales_gain_more_than_a_decibel_on_real_weights() -> None:
     plain = noise((groups.abs().amax(-1) / 7).bfloat16().float(), -7)
     searched = noise(search_scales(weight, 64, Rounding(-8, 7, torch.bfloat16)), -8)
     assert searched < 10**-0.1 * plain
+
+
+def test_rows_that_are_not_run_are_taken_from_an_earlier_run_of_the_same_setting() -> None:
+    setting = {"model": "SmolLM2-135M", "samples": 16}
+    old = [{"name": "float", "perplexity": 3}, {"name": "w8a8", "kl": 1}, {"name": "w4a16, gptq", "kl": 2}]
+    new = [{"name": "float", "perplexity": 3}, {"name": "w4a16", "kl": 5}, {"name": "w4a16, gptq", "kl": 4}]
+    merged = together(new, {**setting, "rows": old}, setting)
+    assert [(row["name"], row.get("kl")) for row in merged] == [
+        ("float", None),
+        ("w8a8", 1),
+        ("w4a16", 5),
+        ("w4a16, gptq", 4),
+    ]
+    with pytest.raises(SystemExit, match="samples: 4"):
+        together(new, {**setting, "samples": 4, "rows": old}, setting)

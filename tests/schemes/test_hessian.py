@@ -65,6 +65,24 @@ def test_the_factor_is_that_of_the_inverse() -> None:
     assert torch.equal(upper, upper.triu())
 
 
+@pytest.mark.parametrize("size", [1, 192, 193, 500])
+def test_the_factor_is_that_of_the_inverse_at_any_size(size: int) -> None:
+    x = torch.randn(600, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
+    hessian = dampen(x.T @ x / 600, 0.01)
+    upper, inverse = inverse_factor(hessian), torch.linalg.inv(hessian)
+    assert torch.allclose(upper, torch.linalg.cholesky(inverse, upper=True), rtol=1e-8, atol=1e-10)
+    assert torch.equal(upper, upper.triu())
+
+
+@pytest.mark.parametrize("size", [191, 192, 193, 400])
+def test_panels_cover_a_matrix_and_its_mean_is_symmetric(size: int) -> None:
+    data = chunks(3, size)
+    x = torch.cat(data).double()
+    mean, exact = total(data).mean(), x.T @ x / len(x)
+    assert torch.equal(mean, mean.T)
+    assert float((mean - exact).abs().max() / exact.diagonal().max()) < 1e-6
+
+
 def test_a_matrix_that_is_not_positive_is_dampened_until_it_is() -> None:
     upper = inverse_factor(-torch.eye(4, dtype=torch.float64) + 1.5 * torch.ones(4, 4, dtype=torch.float64))
     assert bool(torch.isfinite(upper).all())

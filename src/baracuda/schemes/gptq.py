@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..backends.cpu import columns
 from .hessian import dampen, inverse_factor
 
 #: Of the mean of the diagonal, added to the diagonal.
@@ -35,10 +36,11 @@ class FactoredHessian:
     @classmethod
     def of(cls, hessian: Tensor, damping: float = DAMPING) -> FactoredHessian:
         """From second moments `[K, K]`; the columns that matter most are rounded first, in f64 until the end."""
-        damped = dampen(hessian, damping)
-        order, kept = torch.argsort(hessian.diagonal(), descending=True, stable=True), damped.float()
-        damped = damped[order[:, None], order]  # under the same name: another copy in f64 would only take memory
-        return cls(kept, order, inverse_factor(damped).float())
+        order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+        # Damped twice, so that no copy in f64 is kept while the other one is factored.
+        kept = dampen(hessian, damping).float()
+        factor = inverse_factor(dampen(hessian[order[:, None], order], damping))
+        return cls(kept, order, factor.float().contiguous())
 
     def to(self, device: torch.device) -> FactoredHessian:
         return FactoredHessian(self.hessian.to(device), self.order.to(device), self.factor.to(device))
@@ -49,25 +51,46 @@ def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, factore
 
     Columns are rounded in the order of `factored`; each one's rounding error is compensated by those still to come.
     """
-    columns = weight.shape[1]
+    width = weight.shape[1]
     rest = weight.t()[factored.order].contiguous()
     integers = torch.empty_like(rest)
-    scales, groups = scale.t().contiguous(), (factored.order // group).tolist()
-    upper, diagonal = factored.factor, factored.factor.diagonal().tolist()
-    for start in range(0, columns, BLOCK):
-        end = min(start + BLOCK, columns)
-        errors = torch.empty_like(rest[start:end])
-        for i in range(start, end):
-            s, w, q = scales[groups[i]], rest[i], integers[i]
-            torch.div(w, s, out=q).round_().clamp_(low, high)
-            torch.addcmul(w, q, s, value=-1, out=errors[i - start]).div_(diagonal[i])
-            if i + 1 < end:
-                rest[i + 1 : end].addr_(upper[i, i + 1 : end], errors[i - start], alpha=-1)
-        if end < columns:
-            rest[end:].addmm_(upper[start:end, end:].t(), errors, alpha=-1)
+    scales, groups, upper = scale.t().contiguous(), factored.order // group, factored.factor
+    for start in range(0, width, BLOCK):
+        end = min(start + BLOCK, width)
+        span, errors = slice(start, end), torch.empty_like(rest[start:end])
+        _round_block(rest[span], upper[span, span], scales, groups[span], low, high, integers[span], errors)
+        if end < width:
+            rest[end:].addmm_(upper[span, end:].t(), errors, alpha=-1)
     ordered = torch.empty_like(integers)
     ordered[factored.order] = integers
     return ordered.t().contiguous()
+
+
+def _round_block(
+    rest: Tensor, upper: Tensor, scales: Tensor, groups: Tensor, low: int, high: int, integers: Tensor, errors: Tensor
+) -> None:
+    """Round the columns of a block one by one; the compiled loop does the same without a call for each of them."""
+    if columns.serves(rest, upper, scales):
+        columns.round_columns(rest, upper, scales, groups, low, high, integers, errors)
+        return
+    diagonal = upper.diagonal().tolist()
+    for i, group in enumerate(groups.tolist()):
+        s, w, q = scales[group], rest[i], integers[i]
+        torch.div(w, s, out=q).round_().clamp_(low, high)
+        torch.addcmul(w, q, s, value=-1, out=errors[i]).div_(diagonal[i])
+        rest[i + 1 :].addr_(upper[i, i + 1 :], errors[i], alpha=-1)
+
+
+@dataclass(frozen=True)
+class Descent:
+    """What a descent ends with."""
+
+    integers: Tensor
+    """`[N, K]`, as floats."""
+    scale: Tensor
+    """`[N, K / group]`."""
+    error: Tensor
+    """The squared error of each row's output, `[N]`."""
 
 
 def descend(
@@ -80,17 +103,16 @@ def descend(
     factored: FactoredHessian,
     stored: Callable[[Tensor], Tensor] | None,
     sweeps: int,
-) -> tuple[Tensor, Tensor]:
+) -> Descent:
     """Better integers and scales: each in turn is set to its best value while all others stay.
 
     `stored` rounds the scales `[N]` of a group to ones that can be stored; None keeps the scales as they are.
     """
     hessian = factored.hessian
     target, q, s = (x.t().contiguous() for x in (weight, integers, scale))
-    diagonal = hessian.diagonal().tolist()
+    # gradient[k] = sum over j of hessian[k, j] * (target[j] - w_hat[j])
+    gradient = hessian @ (target - q * s.repeat_interleave(group, 0))
     for _ in range(sweeps):
-        # gradient[k] = sum over j of hessian[k, j] * (target[j] - w_hat[j])
-        gradient = hessian @ (target - q * s.repeat_interleave(group, 0))
         for index in range(s.shape[0]):
             span = slice(index * group, (index + 1) * group)
             own, codes, slope = hessian[span, span], q[span], gradient[span].clone()
@@ -99,19 +121,30 @@ def descend(
                 s[index] = _best_scale(own, codes, slope, s[index], stored)
                 slope -= own @ (codes * s[index] - before)
             for start in range(0, group, BLOCK):
-                end = min(start + BLOCK, group)
-                earlier = codes[start:end].clone()
-                for j in range(start, end):
-                    step = slope[j].div(diagonal[span.start + j]).div_(s[index]).add_(codes[j])
-                    step.round_().clamp_(low, high)
-                    moved = (step - codes[j]).mul_(s[index])
-                    codes[j] = step
-                    slope[j + 1 : end].addr_(own[j, j + 1 : end], moved, alpha=-1)
-                if end < group:
-                    moved = (codes[start:end] - earlier).mul_(s[index])
-                    slope[end:].addmm_(own[end:, start:end], moved, alpha=-1)
-            gradient.addmm_(hessian[:, span], codes * s[index] - before, alpha=-1)
-    return q.t().contiguous(), s.t().contiguous()
+                block = slice(start, min(start + BLOCK, group))
+                moved = torch.empty_like(slope[block])
+                _descend_block(slope[block], own[block, block], s[index], low, high, codes[block], moved)
+                if block.stop < group:
+                    slope[block.stop :].addmm_(own[block.stop :, block], moved, alpha=-1)
+            gradient.addmm_(hessian[:, span], (codes * s[index]).sub_(before), alpha=-1)
+    error = (target - q * s.repeat_interleave(group, 0)).mul_(gradient).sum(0)
+    return Descent(q.t().contiguous(), s.t().contiguous(), error)
+
+
+def _descend_block(
+    slope: Tensor, own: Tensor, scale: Tensor, low: int, high: int, codes: Tensor, moved: Tensor
+) -> None:
+    """Set the integers of a block to their best values one by one; `moved` is by how much the weights change."""
+    if columns.serves(slope, own, scale):
+        columns.round_columns(slope, own, scale, None, low, high, codes, moved, descends=True)
+        return
+    diagonal = own.diagonal().tolist()
+    for j in range(len(slope)):
+        step = slope[j].div(diagonal[j]).div_(scale).add_(codes[j])
+        step.round_().clamp_(low, high)
+        torch.sub(step, codes[j], out=moved[j]).mul_(scale)
+        codes[j] = step
+        slope[j + 1 :].addr_(own[j, j + 1 :], moved[j], alpha=-1)
 
 
 def _best_scale(

@@ -2,13 +2,13 @@
 
 Tokens arrive in chunks. The product of a chunk, x.T @ x, is taken by one thread in f32; it is then rounded to a fixed
 grid and added as 64-bit integers. Integer sums do not depend on their order: one thread or many, one process or many,
-and the result is the same.
+and the result is the same. The product is symmetric: what lies above the panels on its diagonal is left out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from ..core.errors import InvalidProblem
 GRID_BITS = 36
 #: Sums stay below 2 ** 62.
 _ROOM = 62
-#: Rows of a product that are rounded together.
-_ROWS = 128
+#: Rows of a product that are made and rounded together, each up to the last column of the panel on the diagonal.
+PANEL = 192
 
 
 class Moments:
@@ -30,6 +30,7 @@ class Moments:
         """`grid`: the exponent of the grid, which all processes must share; by default the first chunk decides it."""
         self.columns, self.grid, self.count = columns, grid, 0
         self._sums: Tensor | None = None
+        self._scratch: Tensor | None = None
 
     def add(self, product: Tensor, count: int) -> None:
         """Take up the product of a chunk of `count` tokens, as `chunk_product` returns it."""
@@ -45,9 +46,12 @@ class Moments:
             )
         if self._sums is None:
             self._sums = torch.zeros(product.shape, dtype=torch.int64)
-        for first in range(0, len(product), _ROWS):  # a few rows at a time: f64 copies of all take memory
-            rows = product[first : first + _ROWS].double()
-            self._sums[first : first + _ROWS] += torch.ldexp(rows, torch.tensor(-self.grid)).round_().to(torch.int64)
+        if self._scratch is None:  # kept: fresh memory costs more time than the sums
+            self._scratch = torch.empty(PANEL, len(product), dtype=torch.float64)
+        for rows, columns in panels(len(product)):
+            panel = self._scratch[: rows.stop - rows.start, columns].copy_(product[rows, columns])
+            panel.mul_(2.0**-self.grid).round_()  # a power of two: exact
+            self._sums[rows, columns] += panel.to(torch.int64)
         self.count += count
 
     def merge(self, other: Moments) -> None:
@@ -71,13 +75,31 @@ class Moments:
         """The mean of x[i] * x[j], in f64."""
         if self._sums is None or self.grid is None:
             return torch.zeros(self.columns, self.columns, dtype=torch.float64)
-        return self._sums.double().mul_(2.0**self.grid).div_(max(1, self.count))
+        mean = self._sums.double().mul_(2.0**self.grid).div_(max(1, self.count))
+        for rows, _ in panels(self.columns):
+            mean[: rows.start, rows] = mean[rows, : rows.start].t()
+            corner = mean[rows, rows]
+            corner.copy_(corner.tril() + corner.tril(-1).t())
+        return mean
 
 
 def chunk_product(x: Tensor) -> Tensor:
-    """x.T @ x of one chunk `[T, K]`, in f32. Call it where torch has one thread: products depend on their number."""
+    """x.T @ x of one chunk `[T, K]`, in f32, with zeros above its panels.
+
+    Call it where torch has one thread: products depend on their number.
+    """
     x = x.float()
-    return x.t() @ x
+    product = x.new_zeros(x.shape[1], x.shape[1])
+    for rows, columns in panels(x.shape[1]):
+        product[rows, columns] = x[:, rows].t() @ x[:, columns]
+    return product
+
+
+def panels(columns: int) -> Iterator[tuple[slice, slice]]:
+    """The panels of a symmetric matrix, from the top: their rows, and their columns up to the diagonal's last."""
+    for first in range(0, columns, PANEL):
+        last = min(first + PANEL, columns)
+        yield slice(first, last), slice(0, last)
 
 
 def grid_of(product: Tensor) -> int:
@@ -96,17 +118,34 @@ def dampen(hessian: Tensor, fraction: float) -> Tensor:
 
 
 def inverse_factor(damped: Tensor) -> Tensor:
-    """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one."""
-    extra = 0.0
+    """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one.
+
+    It is the inverse of the lower factor of the matrix in reverse order, in reverse order: no inverse is factored.
+    """
+    extra, mean, reverse = 0.0, float(damped.diagonal().mean()), damped.flip(0, 1)
+    del damped  # the caller may have kept none: matrices in f64 take memory
     while True:
-        factor, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(reverse)
         if not int(failed):
-            factor = torch.cholesky_inverse(factor)
-            factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
-            if not int(failed):
-                upper: Tensor = factor
+            upper = _inverse_of_lower(lower)
+            del lower
+            upper = upper.flip(0, 1)
+            if bool(torch.isfinite(upper.diagonal()).all()):
                 return upper
-        extra = max(2 * extra, 1e-3 * float(damped.diagonal().mean()))
+        extra = max(2 * extra, 1e-3 * mean)
         if not math.isfinite(extra):
             raise InvalidProblem("calibration: expected finite second moments, got NaN or infinite ones")
-        damped = damped + extra * torch.eye(len(damped), dtype=damped.dtype)
+        reverse.diagonal().add_(extra)
+
+
+def _inverse_of_lower(lower: Tensor) -> Tensor:
+    """By halves: products of matrices are quicker than a triangular solve."""
+    size = len(lower)
+    if size <= PANEL:
+        solved: Tensor = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
+        return solved
+    half, inverse = size // 2, torch.zeros_like(lower)
+    first = inverse[:half, :half] = _inverse_of_lower(lower[:half, :half])
+    second = inverse[half:, half:] = _inverse_of_lower(lower[half:, half:])
+    inverse[half:, :half] = -(second @ lower[half:, :half]) @ first
+    return inverse

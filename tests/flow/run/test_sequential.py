@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import baracuda
 from baracuda.flow import quantize_checkpoint, verify
 from baracuda.flow.errors import FlowError
 from baracuda.flow.hf.blocks import Chain, find_chain
+from baracuda.flow.run import sequential
+from baracuda.flow.run.paused import PausedBatches
 from baracuda.nn import QuantizedLinear
 
 pytest.importorskip("transformers")
@@ -147,6 +150,61 @@ def test_a_block_that_is_done_is_not_done_again(
     quantize(llama, tmp_path / "out", data, scheme, resume=True, **options)
     assert not any("layers.0" in name for name in done)
     assert models.contents(tmp_path / "out") == models.contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_block_that_runs_again_for_each_layer_gives_the_same_bytes(
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models.save(name, tmp_path / "model", torch.bfloat16)
+    quantize(tmp_path / "model", tmp_path / "held", data)
+    monkeypatch.setattr(sequential, "HELD_BYTES", 0)
+    monkeypatch.setattr(sequential, "PausedBatches", None)
+    quantize(tmp_path / "model", tmp_path / "again", data)
+    assert models.contents(tmp_path / "again") == models.contents(tmp_path / "held")
+
+
+class Block(torch.nn.Module):
+    """Two linears; the second sees only what is positive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ArithmeticError("not a number")
+        made = self.first(x)
+        return self.second(made) if bool((x > 0).all()) else made
+
+
+def test_batches_wait_for_the_new_weights_of_the_layers_they_are_about_to_call() -> None:
+    block, before = Block(), threading.active_count()
+    given = {0: torch.ones(1, 4), 1: -torch.ones(1, 4), 5: torch.ones(2, 4)}
+    with torch.no_grad(), PausedBatches(block, [["first"], ["second"]], given, block, 1) as data:
+        assert {i: x.shape[0] for i, x in data.inputs(0).items()} == {0: 1, 1: 1, 5: 2}
+        block.first.weight.copy_(2 * torch.eye(4))
+        data.go_on(0)
+        read = data.inputs(1)
+        assert list(read) == [0, 5] and torch.equal(read[5], torch.full((2, 4), 2.0))
+        block.second.weight.copy_(3 * torch.eye(4))
+        data.go_on(1)
+        assert [float(y.flatten()[0]) for y in data.outputs().values()] == [6, -2, 6]
+    assert threading.active_count() == before and not block.first._forward_pre_hooks
+
+
+def test_no_thread_is_left_where_a_batch_or_the_caller_fails() -> None:
+    block, before = Block(), threading.active_count()
+    given = {0: torch.ones(1, 4), 1: torch.full((1, 4), float("nan"))}
+    with (
+        pytest.raises(ArithmeticError, match="not a number"),
+        PausedBatches(block, [["first"]], given, block, 2) as data,
+    ):
+        data.inputs(0)
+    with pytest.raises(KeyboardInterrupt), PausedBatches(block, [["first"]], {0: given[0]}, block, 2) as data:
+        data.inputs(0)
+        raise KeyboardInterrupt
+    assert threading.active_count() == before
 
 
 def test_one_shot_calibrates_on_the_float_model(llama: Path, data: Path, tmp_path: Path) -> None:

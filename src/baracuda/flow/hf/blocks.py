@@ -34,25 +34,25 @@ class Chain:
     names: list[str]
     #: Whether a block returns a tuple that begins with the hidden states, instead of these alone.
     returns_tuple: bool
-    #: For each length of a sequence, the calls of all blocks: masks and positions depend on the length alone.
-    calls: dict[int, list[Call]] = field(default_factory=dict)
+    #: For each shape of a batch, the calls of all blocks: masks and positions depend on the shape alone.
+    calls: dict[tuple[int, ...], list[Call]] = field(default_factory=dict)
 
     def block(self, index: int) -> nn.Module:
         return self.model.get_submodule(self.names[index])
 
     def begin(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The hidden states that the first block gets for these tokens."""
-        length = tokens.shape[1]
+        shape = tuple(tokens.shape)
         seen: list[tuple[Tensor, tuple[Any, ...], dict[str, Any]]] = []
         with self._recording(seen), torch.no_grad(), suppress(Stop):
             self.model(input_ids=tokens, **arguments)
-        if length not in self.calls:
-            self.calls[length] = [Call(_in_f32(args), _in_f32(kwargs)) for _, args, kwargs in seen]
+        if shape not in self.calls:
+            self.calls[shape] = [Call(_in_f32(args), _in_f32(kwargs)) for _, args, kwargs in seen]
         return seen[0][0]
 
     def run(self, index: int, hidden: Tensor) -> Tensor:
         """The output of a block."""
-        call = self.calls[hidden.shape[1]][index]
+        call = self.calls[tuple(hidden.shape[:2])][index]
         with torch.no_grad():
             result = self.block(index)(hidden, *call.args, **call.kwargs)
         first: Tensor = result[0] if self.returns_tuple else result

@@ -71,8 +71,9 @@ class Blockwise:
                                         "outside": sorted(names[n] for n in names.keys() - covered)}  # fmt: skip
         if weighed := sorted(m for n in covered if weighable(self.structure.choices[m := linears[n]])):
             self.changes.notes["weighed"] = weighed
-        with Workers(self.device).pool() as pool:
-            data = Sequential(chain, sequences, arguments(model), self.team, self.device, pool)
+        workers = Workers(self.device)
+        with workers.pool() as pool:
+            data = Sequential(chain, sequences, arguments(model), self.team, self.device, pool, workers.threads)
             for index, block in enumerate(chain.names):
                 self._block(chain, data, index, {n: linears[n] for n in inside[block]}, pool)
                 self.progress("calibrate", 1, len(chain.names), f"block {index + 1}")

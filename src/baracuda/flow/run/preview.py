@@ -19,14 +19,15 @@ from ..hf.layers import Structure
 from .blockwise import ROWS
 from .options import Options, Plan
 from .report import natural
+from .sequential import HELD_BYTES
 from .stream import BLOCK_BYTES, MOST_WORKERS
 
 #: Elements of a layer that are quantized, to see how long it takes.
 SAMPLE = 1 << 18
 #: Rows of the products that show how fast the device multiplies.
 PRODUCT = 512
-#: Passes of the calibration data through a block: one for each of its inputs, of which most blocks have four, and one
-#: with the quantized weights.
+#: Passes of the calibration data through a block where it runs again for each of its inputs, of which most blocks have
+#: four, and once with the quantized weights; where its inputs are held, it runs once.
 PASSES = 5
 #: Of English text.
 BYTES_A_TOKEN = 4
@@ -121,7 +122,7 @@ def _seconds(
     for choice, count in parameters.items():
         if choice.method.needs is None:
             total += count * _rate(source, structure, choice) / (workers if device.type == "cpu" else 1)
-    passes = plan.measures + (PASSES if plan.sequential else 0)
+    passes = plan.measures + ((1 if _held(source, structure, options) else PASSES) if plan.sequential else 0)
     if passes or plan.recipe.needs is not None or evaluation is not None:
         speed = _products_per_second(device)
         tokens, count = options.samples * options.sequence_length, sum(parameters.values())
@@ -181,4 +182,12 @@ def _memory(source: Checkpoint, structure: Structure, plan: Plan, options: Optio
     widest = max(k for _, k in shapes)
     hidden = options.samples * options.sequence_length * min(k for _, k in shapes) * 4
     block = sum(math.prod(shape) for shape in shapes) * 4 // max(1, len(shapes)) * 8
-    return weights + max(streaming, 2 * hidden + block + 3 * widest * widest * 8)
+    held = _held(source, structure, options)
+    return weights + max(streaming, 2 * hidden + held + block + 3 * widest * widest * 8)
+
+
+def _held(source: Checkpoint, structure: Structure, options: Options) -> int:
+    """Bytes of the inputs of a layer that are kept for all batches; 0 where blocks run again instead."""
+    widest = max(source.entry(tensor).shape[1] for tensor in structure.linears)
+    size = 4 * options.samples * options.sequence_length * widest
+    return size if size <= HELD_BYTES else 0

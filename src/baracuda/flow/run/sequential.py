@@ -1,7 +1,7 @@
 """Quantization block by block: each layer is calibrated on what the quantized layers before it make of the data.
 
-Sequences go through a block one at a time, each by one thread, and second moments are integer sums. So the bytes do not
-depend on the number of threads or processes.
+The same few sequences always go through a block together, in one thread, and second moments are integer sums. So the
+bytes do not depend on the number of threads or processes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,23 @@ from ...schemes import CalibrationData
 from ...schemes.hessian import Moments, chunk_product, grid_of
 from ..hf.blocks import Chain, Stop
 from .distributed import Team
+from .paused import PausedBatches
 
 #: Linears of a block and what is known of the input they share -> the weights that stand for them from now on.
 Quantize = Callable[[list[str], CalibrationData], Mapping[str, Tensor]]
+#: Batch -> what computes the input of a group for it, or None where the batch does not reach the group.
+Reads = Mapping[int, Callable[[], Tensor | None]]
+
+#: Sequences of a batch, and their tokens.
+BATCH, BATCH_TOKENS = 4, 512
+#: Tokens of the first sequence that show in which order the layers of a block are called.
+PROBE = 32
+#: Inputs of a layer that are kept for all batches, so that none is computed twice; with more, blocks run again.
+HELD_BYTES = 1 << 28
+#: A matrix in f64, of which solving takes several, that is worth giving memory back for.
+LARGE_BYTES = 1 << 24
+#: The option of glibc's mallopt that limits the number of arenas.
+_ARENA_MAX = -8
 
 
 class Workers:
@@ -34,8 +49,11 @@ class Workers:
 
     @contextmanager
     def pool(self) -> Iterator[ThreadPoolExecutor]:
+        """Within, the calling thread has one thread of torch, too: others would wait for work by spinning."""
         before = torch.get_num_threads()
+        _share_arenas(self.threads)
         try:
+            torch.set_num_threads(1)
             with ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 yield pool
         finally:
@@ -53,37 +71,59 @@ class Sequential:
         team: Team,
         device: torch.device,
         pool: ThreadPoolExecutor,
+        threads: int,
     ) -> None:
-        self.chain, self.team, self.device, self.pool = chain, team, device, pool
-        #: This rank's sequences, by their index among all.
-        self.hidden: dict[int, Tensor] = {}
-        for index, tokens in enumerate(sequences):
-            mine = index % team.size == team.rank
-            if mine or index == 0:  # every rank sees the first: it tells in which order layers are called
-                start = pool.submit(chain.begin, tokens[None].to(device), arguments).result().float()
-                if mine:
-                    self.hidden[index] = start
-                if index == 0:
-                    self.first = start
+        self.chain, self.team, self.device, self.pool, self.threads = chain, team, device, pool, threads
+        self.tokens = sum(map(len, sequences))
+
+        def begin(tokens: Tensor) -> Tensor:
+            return pool.submit(chain.begin, tokens.to(device), arguments).result().float()
+
+        #: This rank's batches, by their index among all.
+        self.hidden = {i: begin(x) for i, x in enumerate(batches(sequences)) if i % team.size == team.rank}
+        #: What every rank sees: it tells in which order layers are called.
+        self.probe = begin(sequences[0][None, :PROBE])
 
     def quantize_block(self, index: int, linears: list[str], inputs: Inputs, quantize: Quantize) -> None:
         """Quantize the linears of a block in the order they run, then move the data on to the next block."""
         block = self.chain.block(index).float()
-        groups = self.groups(index, linears)
+        groups, run = self.groups(index, linears), partial(self.chain.run, index)
+
+        def replace(group: list[str], measured: CalibrationData) -> None:
+            for name, weight in quantize(group, measured).items():
+                block.get_parameter(f"{name}.weight").data.copy_(weight)
+
+        widths = [block.get_parameter(f"{group[0]}.weight").shape[1] for group in groups]
         with inputs.quantized(block, linears):
-            for group in groups:
-                for name, weight in quantize(group, _data(self._moments(index, group))).items():
-                    block.get_parameter(f"{name}.weight").data.copy_(weight)
-        self.advance(index, linears, inputs)
+            if 4 * self.tokens * max(widths, default=0) > HELD_BYTES:
+                for group, columns in zip(groups, widths, strict=True):
+                    with self._again(index, group) as reads:
+                        measured = _data(self._moments(columns, reads))
+                    replace(group, measured)
+                self._advance(index)
+                return
+            with PausedBatches(block, groups, self.hidden, run, self.threads) as data:
+                for number, (group, columns) in enumerate(zip(groups, widths, strict=True)):
+                    read = data.inputs(number)
+                    replace(group, _data(self._moments(columns, {i: partial(read.__getitem__, i) for i in read})))
+                    del read
+                    data.go_on(number)
+                self.hidden = data.outputs()
+            self._leave(index)
 
     def advance(self, index: int, linears: list[str], inputs: Inputs) -> None:
         """Replace the hidden states by what the block makes of them, and let go of its weights."""
-        block = self.chain.block(index).float()
-        with inputs.quantized(block, linears):
-            states = [*self.hidden.values(), self.first]
-            *moved, self.first = self.pool.map(lambda x: self.chain.run(index, x), states)
+        with inputs.quantized(self.chain.block(index).float(), linears):
+            self._advance(index)
+
+    def _advance(self, index: int) -> None:
+        moved = self.pool.map(partial(self.chain.run, index), self.hidden.values())
         self.hidden = dict(zip(self.hidden, moved, strict=True))
-        block.to("meta")
+        self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        self.probe = self.pool.submit(self.chain.run, index, self.probe).result()
+        self.chain.block(index).to("meta")
         _release_memory()
 
     def groups(self, index: int, linears: list[str]) -> list[list[str]]:
@@ -95,7 +135,7 @@ class Sequential:
 
         handles = [block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in linears]
         try:
-            self.pool.submit(self.chain.run, index, self.first).result()
+            self.pool.submit(self.chain.run, index, self.probe).result()
         finally:
             for handle in handles:
                 handle.remove()
@@ -109,53 +149,80 @@ class Sequential:
         called = {name for name, _ in seen}
         return [group for _, group in found] + [[name] for name in linears if name not in called]
 
-    def _moments(self, index: int, group: list[str]) -> Moments:
-        """Run every sequence up to the group, and add up the second moments of what it reads."""
-        block = self.chain.block(index)
-        columns = block.get_parameter(f"{group[0]}.weight").shape[1]
-        local, lock = threading.local(), threading.Lock()
+    @contextmanager
+    def _again(self, index: int, group: list[str]) -> Iterator[Reads]:
+        """Run every batch up to the group: takes longer than stopping there, and less memory."""
+        local = threading.local()
 
         def stop(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            local.x = args[0].detach().reshape(-1, columns)
+            local.x = args[0].detach()
             raise Stop
 
-        def product(state: Tensor) -> tuple[Tensor, int] | None:
+        def read(hidden: Tensor) -> Tensor | None:
             local.x = None
             with suppress(Stop):
-                self.chain.run(index, state)
-            return None if local.x is None else (chunk_product(local.x).cpu(), len(local.x))
+                self.chain.run(index, hidden)
+            x: Tensor | None = local.x
+            return x
 
-        handle = block.get_submodule(group[0]).register_forward_pre_hook(stop)
+        handle = self.chain.block(index).get_submodule(group[0]).register_forward_pre_hook(stop)
         try:
-            states = iter(sorted(self.hidden.items()))
-            begun = self._first_product(states, product)
-            grids = [g for g in self.team.gather(None if begun is None else begun[0]) if g is not None]
-            moments = Moments(columns, min(grids)[1] if grids else 0)
-
-            def add(state: Tensor) -> None:
-                made = product(state)
-                if made is not None:
-                    with lock:  # in any order: integer sums do not mind
-                        moments.add(*made)
-
-            if begun is not None:
-                moments.add(*begun[1])
-            for _ in self.pool.map(lambda item: add(item[1]), states):
-                pass
+            yield {i: partial(read, hidden) for i, hidden in self.hidden.items()}
         finally:
             handle.remove()
+
+    def _moments(self, columns: int, reads: Reads) -> Moments:
+        """The second moments of what a group reads, batch by batch."""
+        lock = threading.Lock()
+
+        def product(batch: int) -> tuple[Tensor, int] | None:
+            x = reads[batch]()
+            if x is None:
+                return None
+            x = x.reshape(-1, columns)
+            return chunk_product(x).cpu(), len(x)
+
+        states = iter(sorted(reads))
+        begun = self._first_product(states, product)
+        grids = [g for g in self.team.gather(None if begun is None else begun[0]) if g is not None]
+        moments = Moments(columns, min(grids)[1] if grids else 0)
+
+        def add(batch: int) -> None:
+            made = product(batch)
+            if made is not None:
+                with lock:  # in any order: integer sums do not mind
+                    moments.add(*made)
+
+        if begun is not None:
+            moments.add(*begun[1])
+        for _ in self.pool.map(add, states):
+            pass
         moments.reduce(self.team.sum)
+        if 8 * columns**2 > LARGE_BYTES:
+            _release_memory()  # what forwards have freed is no use to the matrices of the solver
         return moments
 
     def _first_product(
-        self, states: Iterator[tuple[int, Tensor]], product: Callable[[Tensor], tuple[Tensor, int] | None]
+        self, states: Iterator[int], product: Callable[[int], tuple[Tensor, int] | None]
     ) -> tuple[tuple[int, int], tuple[Tensor, int]] | None:
-        """The first sequence that reaches the group, as (index, grid), and its product."""
-        for index, state in states:
-            made = self.pool.submit(product, state).result()
+        """The first batch that reaches the group, as (index, grid), and its product."""
+        for index in states:
+            made = self.pool.submit(product, index).result()
             if made is not None:
                 return (index, grid_of(made[0])), made
         return None
+
+
+def batches(sequences: list[Tensor]) -> list[Tensor]:
+    """Neighbours of one length, a few at a time: fixed, since products of other batches have other bits."""
+    made: list[list[Tensor]] = []
+    for sequence in sequences:
+        size = max(1, min(BATCH, BATCH_TOKENS // len(sequence)))
+        if made and len(made[-1]) < size and len(made[-1][0]) == len(sequence):
+            made[-1].append(sequence)
+        else:
+            made.append([sequence])
+    return [torch.stack(batch) for batch in made]
 
 
 def _data(moments: Moments) -> CalibrationData:
@@ -165,8 +232,18 @@ def _data(moments: Moments) -> CalibrationData:
 
 def _release_memory() -> None:
     """Give freed memory back to the system: glibc keeps what a thread has freed for that thread."""
-    if os.name == "posix" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+    if (trim := _glibc("malloc_trim")) is not None:
         trim(0)
+
+
+def _share_arenas(threads: int) -> None:
+    """Let waiting threads share the memory of those that compute: glibc gives each new one an arena of its own."""
+    if (option := _glibc("mallopt")) is not None:
+        option(_ARENA_MAX, threads + 1)
+
+
+def _glibc(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if os.name == "posix" else None
 
 
 class Inputs:

@@ -15,7 +15,7 @@ from ..method import QuantizedWeight, register_method
 from ..scales import choose
 
 #: Sweeps of the descent over all integers and scales of a weight.
-SWEEPS = 2
+SWEEPS = 1
 
 
 @register_method("gptq", needs="hessian", nearest=False)
@@ -26,6 +26,5 @@ def gptq(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> 
     rows, chosen = weight.float(), choose(weight, format, data)
     group, (low, high), scale = format.group_size or weight.shape[1], format.range, chosen.grouped
     integers = solver.gptq(rows, scale, group, low, high, factored)
-    integers, scale = solver.descend(rows, integers, scale, group, low, high, factored, chosen.stored, SWEEPS)
-    error = solver.output_error(rows, integers * scale.repeat_interleave(group, 1), factored.hessian)
-    return chosen.pack(integers, scale, format, {"output_error": float(error.sum())})
+    found = solver.descend(rows, integers, scale, group, low, high, factored, chosen.stored, SWEEPS)
+    return chosen.pack(found.integers, found.scale, format, {"output_error": float(found.error.sum())})
