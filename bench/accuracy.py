@@ -82,6 +82,7 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="rows to run")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep checkpoints here, and use those that are there")
     parser.add_argument("--again", action="store_true", help="measure the peers anew, instead of reading the cache")
+    parser.add_argument("--onto", type=Path, metavar="FILE", help="take rows that are not run from an earlier --json")
     parser.add_argument("--choose", action="store_true", help="evaluate on the chapters that variants are chosen on")
 
 
@@ -99,13 +100,23 @@ def main(argv: Sequence[str]) -> int:
         folder = chosen.keep or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         results = measure(rows, folder, samples, chosen)
+    setting = {"model": chosen.model, "group_size": GROUP}
+    setting |= {"samples": samples, "length": LENGTH, "chapters": list(_chapters(chosen))}
+    if chosen.onto is not None:
+        results = together(results, json.loads(chosen.onto.read_text()), setting)
     show(chosen.model, results)
     bars = requirements({row["name"]: row for row in results[1:]})
     show_bars(bars)
-    setting = {"model": chosen.model, "threads": torch.get_num_threads(), "group_size": GROUP}
-    tokens = {"samples": samples, "length": LENGTH, "chapters": list(_chapters(chosen))}
-    write_json(chosen.json, {**setting, **tokens, "rows": results, "bars": bars})
+    write_json(chosen.json, {**setting, "threads": torch.get_num_threads(), "rows": results, "bars": bars})
     return 0
+
+
+def together(results: list[dict[str, Any]], earlier: dict[str, Any], setting: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of this run and of an earlier one on the same model and text, in their order; this run's go first."""
+    if different := [f"{key}: {earlier.get(key)!r}" for key, value in setting.items() if earlier.get(key) != value]:
+        raise SystemExit(f"--onto: expected a run with {setting}, got {', '.join(different)}; run all rows anew")
+    rows = {row["name"]: row for row in (*earlier["rows"], *results)}
+    return [rows[name] for name in ("float", *(row.name for row in ROWS)) if name in rows]
 
 
 def measure(rows: list[Row], folder: Path, samples: int, chosen: argparse.Namespace) -> list[dict[str, Any]]:
@@ -192,7 +203,7 @@ def show(model: str, results: list[dict[str, Any]]) -> None:
         )
         for row in results
     ]
-    table(f"{model}, {torch.get_num_threads()} threads, groups of {GROUP}, against the float model", header, cells)
+    table(f"{model}, groups of {GROUP}, against the float model", header, cells)
 
 
 def requirements(found: dict[str, dict[str, Any]]) -> list[Bar]:
