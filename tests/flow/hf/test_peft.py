@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import baracuda
-from baracuda.flow import FlowError, quantize_checkpoint
+from baracuda.flow import FlowError, quantize_checkpoint, verify
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -20,7 +20,7 @@ def test_an_adapter_trains_beside_integer_linears(scheme: str, tmp_path: Path) -
     models.save("llama", tmp_path / "model")
     group = {} if scheme == "w8a8" else {"group_size": 32}
     quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, **group)
-    base = baracuda.load(tmp_path / "out", fuse=False)
+    base = baracuda.load(tmp_path / "out")  # with merged siblings and fused norms, as anybody would
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     torch.manual_seed(0)
     model = peft.get_peft_model(
@@ -40,7 +40,7 @@ def test_an_adapter_trains_beside_integer_linears(scheme: str, tmp_path: Path) -
     after = {name.replace(".base_layer", ""): t for name, t in model.base_model.model.state_dict().items()}
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items()), "the model itself has changed"
     model.save_pretrained(tmp_path / "adapter")
-    again = peft.PeftModel.from_pretrained(baracuda.load(tmp_path / "out", fuse=False), tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(baracuda.load(tmp_path / "out"), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(again.eval()(models.prompt()).logits, model.eval()(models.prompt()).logits)
 
@@ -51,6 +51,16 @@ def test_an_adapter_is_not_merged_into_integers(tmp_path: Path) -> None:
     model = peft.get_peft_model(baracuda.load(tmp_path / "out", fuse=False), peft.LoraConfig(target_modules=["q_proj"]))
     with pytest.raises(FlowError, match="cannot be merged into QuantizedLinear"):
         model.merge_and_unload()
+
+
+def test_a_model_under_an_adapter_is_not_saved_with_the_adapters_names(tmp_path: Path) -> None:
+    models.save("llama", tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "out")
+    model = peft.get_peft_model(baracuda.load(tmp_path / "out"), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(FlowError, match=r"q_proj\.base_layer: a linear under an adapter.*unload\(\)"):
+        model.get_base_model().save_pretrained(tmp_path / "again")
+    model.unload().save_pretrained(tmp_path / "again")
+    assert verify(tmp_path / "again", tmp_path / "model") == []
 
 
 def test_a_device_map_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

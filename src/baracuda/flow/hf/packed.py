@@ -96,7 +96,9 @@ class PackedLinear(Sibling):
         self.integer_inputs = integer_inputs
         groups = in_features // group_size
         self._buffer("weight_packed", torch.zeros(out_features, in_features // 8, dtype=torch.int32, device=device))
-        self._buffer("weight_scale", torch.ones(out_features, groups, dtype=dtype, device=device))
+        # Those of integer linears are integer multiples of each other, which rounding to the model's type would end.
+        scales = torch.float32 if integer_inputs else dtype
+        self._buffer("weight_scale", torch.ones(out_features, groups, dtype=scales, device=device))
         shape = torch.tensor([out_features, in_features], dtype=torch.int64, device=device)
         self._buffer("weight_shape", shape)
         words = torch.zeros((out_features + 7) // 8, groups, dtype=torch.int32, device=device) if zero_points else None

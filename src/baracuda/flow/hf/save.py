@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from ..checkpoint.check import require_stored
 from ..checkpoint.config import quantization_config
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.fusion import fused_with
+from ..checkpoint.groups import unserved_groups
 from ..checkpoint.targets import layer_recipe
 from ..errors import FlowError, some
+from .layers import EXPERT, Structure
 from .packed import PackedLinear
 from .repack import stored_groups
 from .structure import stored_structure
@@ -42,9 +44,8 @@ def save(model: nn.Module, out: str | Path, **options: Any) -> None:
     with _converted(model):
         if not require_savable(model):
             raise FlowError("baracuda.save: the model has no integer or QAT linears; save it with save_pretrained")
-        with _shared_input_scales(model):
-            written: Any = model
-            written.save_pretrained(out, **options)  # which describes what it wrote
+        written: Any = model
+        written.save_pretrained(out, **options)  # which describes what it wrote
 
 
 def require_savable(model: nn.Module) -> list[str]:
@@ -68,8 +69,29 @@ def require_savable(model: nn.Module) -> list[str]:
                 "no tensor for; copy the directory that it was loaded from"
             )
         if isinstance(module, IntegerLinear | PackedLinear):
+            if name.endswith(".base_layer"):
+                raise FlowError(
+                    f"{name}: a linear under an adapter, whose name no reader knows; save the adapter with the PEFT "
+                    "model's save_pretrained, or take the adapter off with its unload() and save what that returns"
+                )
             found.append(name)
     return found
+
+
+def require_state(state: Mapping[str, Any] | None, linears: Collection[str], rewritten: Collection[str]) -> None:
+    """Raise where a state_dict that save_pretrained was given does not hold what a checkpoint stores of the linears."""
+    if state is None:
+        return
+    if rewritten:
+        raise FlowError(
+            f"save_pretrained(state_dict=...): {some(sorted(rewritten))} are stored otherwise than in memory, which is "
+            "made from the model itself; leave state_dict out"
+        )
+    if lacking := [name for name in linears if f"{name}.weight_scale" not in state]:
+        raise FlowError(
+            f"save_pretrained(state_dict=...): expected the integers and scales of the model, got no weight_scale of "
+            f"{some(lacking)}; leave state_dict out"
+        )
 
 
 def scheme_of(module: IntegerLinear, group_size: int | None = None) -> Scheme:
@@ -99,6 +121,7 @@ def describe_saved(directory: str | os.PathLike[str], integer_inputs: Collection
         integers = {module for module in modules if structure.modules.get(module, module) in integer_inputs}
         found = {module: _stored_scheme(stored, module, module in integers) for module in modules}
         config = dict(stored.config)
+        floats = [name for module in modules for name in fused_with(module) if f"{name}.weight" in stored.where]
     if not found:
         raise FlowError(f"{out}: expected integer linears in the files that were written, found none")
     recipe = layer_recipe(found, structure.modules)
@@ -107,6 +130,28 @@ def describe_saved(directory: str | os.PathLike[str], integer_inputs: Collection
     temporary.write_text(json.dumps(config, indent=2) + "\n")
     temporary.replace(out / "config.json")
     require_stored(out, recipe)
+    _warn(structure, found, [name for name in floats if name not in found])
+
+
+def _warn(structure: Structure, found: Mapping[str, Scheme], mixed: Collection[str]) -> None:
+    """Say which readers do not read all of what was written."""
+    if any(EXPERT.match(module) for module in structure.left):
+        _tell(
+            "the experts of this mixture are saved in floating point. baracuda.load and vLLM read them; transformers "
+            "without baracuda looks for packed experts only and would start with random ones. `baracuda quantize` "
+            "packs experts, which everybody reads"
+        )
+    if mixed:
+        _tell(
+            f"servers run {some(sorted(set(mixed)))} as one layer with neighbours that are quantized, and refuse the "
+            "checkpoint; baracuda.load and transformers read it. Quantize all of them or none"
+        )
+    if (unserved := unserved_groups(scheme.weight.group_size for scheme in found.values())) is not None:
+        _tell(unserved)
+
+
+def _tell(message: str) -> None:
+    warnings.warn(message, stacklevel=5)  # where save_pretrained was called
 
 
 def _stored_scheme(stored: Checkpoint, module: str, integer_inputs: bool) -> Scheme:
@@ -147,7 +192,7 @@ def _converted(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _shared_input_scales(model: nn.Module) -> Iterator[None]:
+def shared_input_scales(model: nn.Module) -> Iterator[list[str]]:
     """One input scale for each family of linears that servers fuse, for as long as the model is written."""
     static = {name: module for name, module in model.named_modules() if isinstance(module, SmoothQuantLinear)}
     before = {name: module.input_scale for name, module in static.items()}
@@ -165,7 +210,7 @@ def _shared_input_scales(model: nn.Module) -> Iterator[None]:
             stacklevel=4,
         )
     try:
-        yield
+        yield changed
     finally:
         for name, module in static.items():
             module.input_scale = before[name]

@@ -7,14 +7,16 @@ integer linears would be read back as something else.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ..checkpoint.config import parse_config
 from ..errors import FlowError
 from .repack import repacked
-from .save import describe_saved, require_savable
+from .save import describe_saved, require_savable, require_state, shared_input_scales
 
 VARIABLE = "BARACUDA_TRANSFORMERS"
 _FORMAT = "compressed-tensors"
@@ -63,19 +65,29 @@ def is_readable(config: dict[str, Any]) -> bool:
 def describing(save_pretrained: Callable[..., Any]) -> Callable[..., Any]:
     """`save_pretrained` that says in config.json what its integer linears are, and refuses what readers cannot read."""
 
+    signature = inspect.signature(save_pretrained)
+
     @functools.wraps(save_pretrained)
     def save(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, "_hf_peft_config_loaded", False) or not require_savable(self):
+        linears = [] if getattr(self, "_hf_peft_config_loaded", False) else require_savable(self)
+        if not linears:
             return save_pretrained(self, save_directory, *args, **kwargs)
-        if kwargs.get("push_to_hub"):
+        given = signature.bind(self, save_directory, *args, **kwargs).arguments
+        if given.get("push_to_hub"):
             raise FlowError(
                 "save_pretrained(push_to_hub=True): a model with integer linears is described when its files are "
                 "written; save it first, then upload the directory with `hf upload`"
             )
-        with repacked(self) as integer_inputs:
+        with shared_input_scales(self) as shared, repacked(self) as integer_inputs:
+            require_state(given.get("state_dict"), linears, {*shared, *integer_inputs})
             result = save_pretrained(self, save_directory, *args, **kwargs)
-        if kwargs.get("is_main_process", True):
-            describe_saved(save_directory, integer_inputs)
+        if given.get("is_main_process", True):
+            try:
+                describe_saved(save_directory, integer_inputs)
+            except BaseException:
+                # Integers that nothing describes would be read as floats; without a config nobody reads them.
+                (Path(save_directory) / "config.json").unlink(missing_ok=True)
+                raise
         return result
 
     return save
