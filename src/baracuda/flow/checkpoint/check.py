@@ -262,10 +262,10 @@ class Check:
                 floats = [s for s in siblings if s not in self.modules]
                 if floats:
                     self.add("fused-mixed", floats[0], f"servers fuse it with {module}, which is quantized")
-                schemes = {s: recipe.of(s).scheme for s in siblings if s in self.modules}
-                if other := [s for s, scheme in schemes.items() if scheme != schemes[module]]:
+                scheme = recipe.of(module).scheme
+                if other := [s for s in siblings if s in self.modules and recipe.of(s).scheme != scheme]:
                     self.add("fused-mixed", other[0], f"servers fuse it with {module}, which has another scheme")
-                if recipe.of(module).scheme.activation.kind == "static":
+                if scheme.activation.kind == "static":
                     self._same_input_scale(siblings)
 
     def _same_input_scale(self, modules: list[str]) -> None:
