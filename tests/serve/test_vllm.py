@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,11 @@ from baracuda.flow.checkpoint.tensorfile import read_tensors
 pytest.importorskip("vllm", reason="make vllm runs these")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-#: The kernel of ours that computes a scheme; all others are W8A8.
-FOUR_BITS = {"w4a16": "BaracudaInt4LinearKernel", "w4a8": "BaracudaW4A8LinearKernel"}
-OURS = ("BaracudaInt8LinearKernel", *FOUR_BITS.values())
+INT8, INT4, W4A8 = OURS = ("BaracudaInt8LinearKernel", "BaracudaInt4LinearKernel", "BaracudaW4A8LinearKernel")
+#: The kernels of ours that compute qkv, o, gate_up and down of schemes with 4-bit weights; all others are W8A8.
+FOUR_BITS = {"w4a16": [INT4] * 4, "w4a8": [W4A8] * 4, "recipe": [INT8, INT4, INT4, W4A8]}
+#: A mixture has none of the recipe's layers but those of attention.
+SERVED = [(n, s) for n in ("llama", "qwen3", "mixtral") for s in serving.SCHEMES if (n, s) != ("mixtral", "recipe")]
 #: In float32. What is static or weight-only differs by the order of sums alone; so does what is dynamic, as long as no
 #: activation lies so near to the middle of two integers that a last bit decides.
 TOLERANCE = 2e-5
@@ -68,8 +73,7 @@ def forget_what_was_said() -> None:
         function.cache_clear()
 
 
-@pytest.mark.parametrize("scheme", serving.SCHEMES)
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+@pytest.mark.parametrize(("name", "scheme"), SERVED)
 def test_vllms_own_kernels_give_what_baracuda_load_gives(
     name: str, scheme: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,7 +84,7 @@ def test_vllms_own_kernels_give_what_baracuda_load_gives(
         assert not {kernel_of(layer) for layer in linears(llm)} & set(OURS)
         given = serving.answers(llm)
     # vLLM's own kernels for 4-bit weights leave the activations of w4a8 in floating point.
-    same = serving.with_float_activations(out) if scheme == "w4a8" else out
+    same = serving.with_float_activations(out) if scheme in ("w4a8", "recipe") else out
     found = serving.distance(same, given, dtype)
     print(f"{name} {scheme}: log-probabilities at most {found:.1e} apart in {dtype}")
     assert found < (BF16_TOLERANCE if scheme in FOUR_BITS else TOLERANCE)
@@ -94,7 +98,7 @@ def test_the_plug_in_serves_the_same_tokens_through_our_kernels(
     with serving.served(out) as llm:
         kernels = [kernel_of(layer) for layer in linears(llm)]
         given = serving.answers(llm)
-    assert kernels == [FOUR_BITS.get(scheme, OURS[0])] * 8
+    assert kernels == FOUR_BITS.get(scheme, [INT8] * 4) * 2
     assert any("run in baracuda on cpu" in line for line in selected), selected
     assert serving.distance(out, given) < TOLERANCE
 
@@ -103,9 +107,35 @@ def test_the_plug_in_serves_a_compiled_model(checkpoints: Path) -> None:
     """vLLM traces the model once for any number of tokens: our linear is one opaque operator in it."""
     out = serving.checkpoint("llama", "w8a8", checkpoints)
     with serving.served(out, enforce_eager=False, compilation_config={"mode": 3, "backend": "eager"}) as llm:
-        assert {kernel_of(layer) for layer in linears(llm)} == {OURS[0]}
+        assert {kernel_of(layer) for layer in linears(llm)} == {INT8}
         given = serving.answers(llm)
     assert serving.distance(out, given) < TOLERANCE
+
+
+@pytest.mark.parametrize(("value", "first"), [(None, (INT8, W4A8)), ("w4a16", (None, INT4)), ("0", (None, None))])
+def test_vllm_finds_the_plug_in_by_its_entry_point_and_the_variable_switches_it_off(
+    value: str | None, first: tuple[str | None, ...]
+) -> None:
+    """In a process of its own, which starts as those of a server do: its log first, then the plug-ins."""
+    from baracuda.serve.vllm_plugin import VARIABLE
+
+    code = (
+        "from vllm.config.logging import LoggingConfig\nfrom vllm.logger import configure_logging\n"
+        "configure_logging(LoggingConfig())\n"
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.model_executor.kernels import linear\nfrom vllm.platforms import PlatformEnum\n"
+        "for table in (linear._POSSIBLE_INT8_KERNELS, linear._POSSIBLE_KERNELS):\n"
+        "    for platform in (PlatformEnum.CPU, PlatformEnum.CUDA):\n"
+        "        print('first:', table[platform][0].__name__)\n"
+    )
+    environment = {name: given for name, given in os.environ.items() if name != VARIABLE}
+    environment |= {} if value is None else {VARIABLE: value}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    found = [line.partition(": ")[2] for line in run.stdout.splitlines() if line.startswith("first: ")]
+    ours = [name if name in OURS else None for name in found]
+    assert ours == [kernel for kernel in first for _ in range(2)], found
+    said = "computes nothing: BARACUDA_VLLM=0" if value == "0" else "baracuda offers its kernels for"
+    assert said in run.stdout + run.stderr
 
 
 def linears(llm: Any) -> list[Any]:

@@ -19,6 +19,15 @@ from baracuda.flow import quantize_checkpoint
 
 #: Attention on vLLM's CPU build wants heads of 32, its 4-bit kernel columns and rows in multiples of 32.
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+#: Layers of all kinds beside each other, in the group sizes that every server takes.
+RECIPE: dict[str, Any] = {
+    "scheme": "w8a8",
+    "layers": [
+        {"match": "*.o_proj", "scheme": "w4a16", "group_size": 32},
+        {"match": "*.down_proj", "scheme": "w4a8", "group_size": 128},
+        {"match": "re:.*(gate|up)_proj", "scheme": "w4a16", "group_size": 64},
+    ],
+}
 #: Every scheme that is written; those behind True need calibration.
 SCHEMES: dict[str, tuple[dict[str, Any], bool]] = {
     "w8a8": ({"scheme": "w8a8"}, False),
@@ -27,6 +36,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], bool]] = {
     "smoothquant-static": ({"scheme": "w8a8-smoothquant", "activations": "static"}, True),
     "w4a16": ({"scheme": "w4a16", "group_size": 32}, False),
     "w4a8": ({"scheme": "w4a8", "group_size": 32}, False),
+    "recipe": ({"recipe": RECIPE}, False),
 }
 PROMPTS = ([5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24], [150, 3, 90])
 NEW_TOKENS = 6
@@ -59,13 +69,14 @@ def checkpoint(name: str, scheme: str, directory: Path, experts: bool = True) ->
 
 
 def with_float_activations(out: Path) -> Path:
-    """A checkpoint of the same weights whose config leaves activations in floating point."""
+    """A checkpoint of the same weights whose config leaves the activations of 4-bit weights in floating point."""
     copy = out.with_name(f"{out.name}-float-activations")
     if not copy.exists():
         shutil.copytree(out, copy)
         config = json.loads((copy / "config.json").read_text())
         for group in config["quantization_config"]["config_groups"].values():
-            group["input_activations"] = None
+            if group["weights"]["num_bits"] == 4:
+                group["input_activations"] = None
         (copy / "config.json").write_text(json.dumps(config))
     return copy
 
