@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".venv-compat"
 FLOW = ("tests/flow", "-m", "not slow and not gpu")
 #: What changed between two versions was how models are loaded and saved.
-LOAD = ("tests/flow/hf/test_load.py", "tests/flow/hf/test_transformers.py")
+LOAD = ("tests/flow/hf/test_load.py", "tests/flow/hf/test_transformers.py", "tests/flow/hf/test_saving.py")
 #: About models, or rules for them, that the oldest transformers has not: the names of tests.
 NEWER = (
     "test_names.py::test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs[vit]",
@@ -64,7 +64,7 @@ ROWS = {
     "triton-oldest": Row((), KERNELS, ("triton==3.6.0",), {"TRITON_INTERPRET": "1"}),
     "triton-newest": Row((), KERNELS, ("triton",), {"TRITON_INTERPRET": "1"}),
 }
-#: What every change is tested with, in a few minutes; the newest versions are those of `make test`.
+#: What every change is tested with (.ci/run), in two minutes; the newest versions are those of `make test`.
 ENDS = {"transformers-oldest": LOAD}
 
 

@@ -284,7 +284,9 @@ def test_the_quantizer_serves_both_signatures_of_transformers(given: tuple[str, 
 
     from baracuda.flow.hf.quantizer import BaracudaConfig, Quantizer
 
-    experts = WeightConverter("experts.*.up.weight", "experts.up", [MergeModulelist(0)])
+    if not hasattr(transformers.quantizers.HfQuantizer, "update_weight_conversions"):
+        pytest.skip("transformers asks since 5.8")
+    experts = WeightConverter("experts.*.up.weight", "experts.up", operations=[MergeModulelist(0)])
     other = WeightConverter("q.*.weight", "qkv.weight", [MergeModulelist(0)])
     changed, same = Quantizer(BaracudaConfig()).update_weight_conversions([experts, other], *given)
     assert same is other and "experts.*.up.weight_packed" in changed.source_patterns

@@ -111,7 +111,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         targets, operations = list(rule._original_target_patterns), [FloatExperts(self), *rule.operations]
         if hasattr(rule, "copy"):
             return rule.copy(sources, targets, operations=operations)
-        made = type(rule)(sources, targets, operations)
+        made = type(rule)(sources, targets, operations=operations)
         for name in ("scope_prefix", "base_model_prefix", "force_cpu"):
             if hasattr(rule, name):
                 setattr(made, name, getattr(rule, name))

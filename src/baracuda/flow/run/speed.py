@@ -50,10 +50,11 @@ def compare_speed(
     require_transformers("measuring runs the model")
     device = resolve_device(device)
     contestants: dict[str, Any] = {}
-    for directory in map(local_directory, [model, *([] if quantized is None else [quantized])]):
-        name = directory.name if directory.name not in contestants else str(directory)
-        progress(f"loading {directory}")
-        contestants[name] = _opened(directory, device)
+    for given in [model, *([] if quantized is None else [quantized])]:
+        last = Path(given).name  # of an id, not of its snapshot in the cache
+        name = last if last not in contestants else str(given)
+        progress(f"loading {given}")
+        contestants[name] = _opened(local_directory(given), device)
     with ExitStack() as stack:
         for each in contestants.values():
             stack.enter_context(plain_generation(each))
