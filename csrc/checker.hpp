@@ -15,10 +15,17 @@ struct Rule {
     char number;
     double low, high;
 
-    bool takes(const DLTensor& tensor) const {
+    // along: other axes may stand for the rows of a matrix.
+    bool takes(const DLTensor& tensor, bool along) const {
         bool known = false;
         for (uint32_t dtype : dtypes) known |= dtype == word(tensor.dtype);
-        if (!known || size_t(tensor.ndim) != shape.size()) return false;
+        if (!known) return false;
+        if (size_t(tensor.ndim) != shape.size()) {
+            if (!along || shape.size() != 2 || !tensor.ndim || tensor.shape[tensor.ndim - 1] != shape[1]) return false;
+            int64_t rows = 1;
+            for (int i = 0; i < tensor.ndim - 1; ++i) rows *= tensor.shape[i];
+            return rows == shape[0];
+        }
         for (size_t i = 0; i < shape.size(); ++i)
             if (tensor.shape[i] != shape[i]) return false;
         return true;
@@ -48,8 +55,9 @@ public:
 
     // Whether all of the given operands, which may be the first ones only, are plain, contiguous, of the row's shapes
     // and dtypes, on the device, and no output shares memory it must not share. Inputs in spaced rows are taken only
-    // without outputs: what memory those share is not looked at.
-    bool fits(PyObject* operands) const {
+    // without outputs: what memory those share is not looked at. `along`: a contiguous tensor with other axes in place of
+    // its rows is as good as a matrix.
+    bool fits(PyObject* operands, bool along = false) const {
         const Py_ssize_t count = PyTuple_GET_SIZE(operands);
         if (count > Py_ssize_t(rules_.size()) || count > MOST) return false;
         DLTensor tensors[MOST];
@@ -59,7 +67,7 @@ public:
             const Rule& rule = rules_[i];
             has_memory[i] = torch.is_plain(value);
             if (has_memory[i]) {
-                if (!read(value, tensors[i]) || !rule.takes(tensors[i])) return false;
+                if (!read(value, tensors[i]) || !rule.takes(tensors[i], along)) return false;
                 if (!is_contiguous(tensors[i])) {
                     if (!rows_ || rule.output || !has_dense_rows(tensors[i])) return false;
                     spaced = true;

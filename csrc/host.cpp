@@ -7,7 +7,7 @@
 
 #include <tuple>
 
-#include "checker.hpp"
+#include "calls.hpp"
 #include "launcher.hpp"
 
 namespace nb = nanobind;
@@ -17,26 +17,6 @@ namespace baracuda {
 Torch torch;
 
 namespace {
-
-void find_torch() {
-    nb::object tensor = nb::module_::import_("torch").attr("Tensor");
-    nb::object capsule = nb::getattr(tensor, "__dlpack_c_exchange_api__", nb::none());
-    if (capsule.is_none())
-        throw nb::import_error("torch has no DLPack exchange API; baracuda needs torch 2.10 or later");
-    auto* exchange = static_cast<DLExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
-    if (!exchange) throw nb::python_error();
-    while (exchange && exchange->major != 1) exchange = exchange->previous;
-    if (!exchange || !exchange->read) throw nb::import_error("torch's DLPack exchange API is of an unknown version");
-    torch.exchange = exchange;
-    // Held for as long as the process lives.
-    torch.tensor = tensor.release().ptr();
-    torch.parameter = nb::object(nb::module_::import_("torch.nn").attr("Parameter")).release().ptr();
-}
-
-PyObject* tuple_of(nb::handle operands) {
-    if (!PyTuple_CheckExact(operands.ptr())) throw nb::type_error("expected the operands in a tuple");
-    return operands.ptr();
-}
 
 using RuleFields =
     std::tuple<std::vector<std::tuple<int, int>>, std::vector<int64_t>, bool, bool, std::string, double, double>;
@@ -83,11 +63,25 @@ NB_MODULE(_host, m) {
                  new (self) Checker(std::move(rules), {device_type, device_index}, elementwise, rows);
              })
         .def("fits", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands)); })
+        .def("fits_along", [](const Checker& self, nb::handle operands) { return self.fits(tuple_of(operands), true); })
         .def("holds",
              [](const Checker& self, nb::handle workspace, nb::handle operands, uint64_t size, uint64_t alignment) {
                  return self.holds(workspace.ptr(), tuple_of(operands), size, alignment);
              },
              nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
+    // Never destroyed: it holds objects of an interpreter that may be gone by then.
+    const PlainCall* plain = new PlainCall;
+    m.def("is_plain_call", [plain](nb::handle x) { return (*plain)(x.ptr()); }, nb::arg("x").none());
+    nb::class_<Computation>(m, "Computation")
+        .def(nb::init<nb::object, bool, nb::tuple, nb::object, nb::object>(), nb::arg(), nb::arg(), nb::arg(),
+             nb::arg().none(), nb::arg())
+        .def("compute", &Computation::compute);
+    nb::class_<Lookup>(m, "Lookup")
+        .def("__init__", [plain](Lookup* self) { new (self) Lookup(*plain); })
+        .def("take", &Lookup::take, nb::arg(), nb::arg().none())
+        .def("add", &Lookup::add, nb::arg(), nb::arg().none(), nb::arg(), nb::arg())
+        .def("find", &Lookup::find, nb::arg().none(), nb::arg(), nb::arg().none(), nb::arg().none())
+        .def("__reduce__", [](nb::handle self) { return nb::make_tuple(self.type(), nb::tuple()); });  // copies start empty
     nb::class_<Driver>(m, "Driver").def(nb::init<const std::string&>()).def_ro("version", &Driver::version);
     nb::class_<Kernel>(m, "Kernel")
         .def(nb::init<std::string, uint64_t, unsigned, unsigned, unsigned, bool>())

@@ -1,6 +1,7 @@
 // baracuda._cpu.Linear: what surrounds the integer product of a linear, and the whole of it for few rows.
 #include <cstdlib>
 
+#include "operands.hpp"
 #include "plan.hpp"
 
 namespace nb = nanobind;
@@ -43,8 +44,8 @@ public:
                 "a quantization of the m rows of k activations");
     }
 
-    // Bytes that run needs beside the quantized activations.
-    int64_t workspace() const { return prepared_bytes(m_, k_); }
+    // Bytes that launch needs.
+    int64_t workspace() const { return prepared_at() + prepared_bytes(m_, k_); }
 
     void weight_sums(uint64_t weight, int64_t weight_pitch, uint64_t factor, int64_t factor_pitch, uint64_t out,
                      int64_t threads) const {
@@ -88,34 +89,54 @@ public:
         if (m_ * n_) share_out(threads, part);
     }
 
-    // The whole linear. `x`: floats, which are quantized into `act_q`, or 0 where act_q is given.
-    void run(uint64_t x, int64_t x_pitch, uint64_t act_q, int64_t act_pitch, uint64_t weight, int64_t weight_pitch,
-             uint64_t factor, int64_t factor_pitch, nb::tuple scales, uint64_t weight_sum, uint64_t workspace_address,
-             uint64_t out, int64_t threads) const {
-        const Epilogue e = scaled(scales, weight_sum, 0, out);
-        Dot dot = weights(weight, weight_pitch, factor, factor_pitch);
-        activations(dot, act_q, act_pitch);
-        dot.prepared = checked(workspace_address, workspace(), "workspace");
-        require(workspace_address % 16 == 0, "a workspace that begins at a multiple of 16");
+    // The whole linear, from the operands of its op's row. Without a workspace it uses memory of its thread.
+    void launch(nb::handle given, nb::handle room) const {
+        const Operands operands(given, 10);
+        const bool dynamic = quantization_ != nullptr;
+        const int weight_at = dynamic ? 1 : 3;  // then its scale, bias, weight sum, residual and factors
+        const Operand weight = operands[weight_at], residual = operands[weight_at + 4], factor = operands[weight_at + 5];
+        const uint64_t base = workspace_of(room, workspace());
+        require(base % 16 == 0, "a workspace that begins at a multiple of 16");
+        Epilogue e = outputs(operands[9].address, operands[weight_at + 3].address, 0);
+        scale_weights(e, operands[weight_at + 1], operands[weight_at + 2]);
+        e.residual = reinterpret_cast<const char*>(residual.address);
+        e.residual_pitch = checked_pitch(residual.pitch, n_);
+        Dot dot = weights(weight.address, weight.pitch, factor.address, factor.pitch);
+        dot.prepared = checked(base + prepared_at(), prepared_bytes(m_, k_), "workspace");
         Job job;
-        if (quantization_) {
-            require(act_pitch == DENSE && (e.scale_a || m_ == 0), "dense quantized activations with a scale each");
-            job = quantization_->found(x, x_pitch, reinterpret_cast<uint64_t>(e.scale_a),
-                                       reinterpret_cast<uint64_t>(e.zero_point), act_q);
+        if (dynamic) {
+            const Operand x = operands[0], act_q = operands[7], act_scale = operands[8];
+            const uint64_t act = act_q ? act_q.address : base;
+            const uint64_t scale = act_scale ? act_scale.address : base + scale_at();
+            const uint64_t zero_point = quantization_->problem().asymmetric ? base + zero_point_at() : 0;
+            activations(dot, act, DENSE);
+            e.scale_a = reinterpret_cast<const void*>(scale), e.scale_a_code = quantization_->problem().scale_element;
+            e.zero_point = reinterpret_cast<const int32_t*>(zero_point);
+            job = quantization_->found(x.address, x.pitch, scale, zero_point, act);
+        } else {
+            const Operand act_q = operands[0];
+            activations(dot, act_q.address, act_q.pitch);
+            scale_activations(e, operands[1], operands[2]);
         }
-        threads = checked_threads(threads, product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)));
+        const int64_t work = product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)), threads = threads_for(work);
         auto part = [&](int64_t i, int64_t of) { isa->linears->multiply(e, dot, i, of); };
         nb::gil_scoped_release released;
         if (m_ == 0) return;
         {
             PlainFloats plain;
-            if (quantization_) isa->kernels->fused_range(job, 0, 1);
+            if (dynamic) isa->kernels->fused_range(job, 0, 1);
             if (n_) isa->linears->prepare(e, dot);
         }
         if (n_) share_out(threads, parts_of(n_, k_, weight_, threads), part);
     }
 
 private:
+    // The workspace: the quantized activations, their scales and zero points, and how the product wants them.
+    int64_t scale_at() const { return quantization_ ? aligned(m_ * k_) : 0; }
+    int64_t zero_point_at() const { return scale_at() + (quantization_ ? aligned(m_ * 8) : 0); }
+    int64_t prepared_at() const { return zero_point_at() + (quantization_ ? aligned(m_ * 4) : 0); }
+    static int64_t aligned(int64_t bytes) { return (bytes + WIDEST - 1) / WIDEST * WIDEST; }
+
     Dot weights(uint64_t weight, int64_t pitch, uint64_t factor, int64_t factor_pitch) const {
         Dot dot{};
         dot.w = checked(weight, n_ * k_, "weight_q");
@@ -137,9 +158,7 @@ private:
     // residual address, pitch)
     Epilogue scaled(const nb::tuple& s, uint64_t weight_sum, int shift, uint64_t out) const {
         require(s.size() == 12, "twelve numbers that describe the scales");
-        Epilogue e{};
-        e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.activation = activation_, e.shift = shift;
-        e.out = checked(out, m_ * n_, "output");
+        Epilogue e = outputs(out, weight_sum, shift);
         e.scale_a = reinterpret_cast<const void*>(nb::cast<uint64_t>(s[0]));
         e.scale_a_code = checked_float(nb::cast<int>(s[1]));
         e.scale_a_number = nb::cast<double>(s[2]);
@@ -155,8 +174,34 @@ private:
         e.residual_pitch = checked_pitch(pitch, n_);
         require(shift == 0 || shift == 128, "a shift of 0 or 128");
         require(std::abs(e.zero_point_number) <= 255, "a zero point inside the activations' range");
+        return e;
+    }
+
+    Epilogue outputs(uint64_t out, uint64_t weight_sum, int shift) const {
+        Epilogue e{};
+        e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.activation = activation_, e.shift = shift;
+        e.out = checked(out, m_ * n_, "output");
+        e.scale_a_number = e.scale_w_number = 1, e.scale_a_code = e.scale_w_code = e.bias_code = F32;
         e.weight_sum = reinterpret_cast<const int32_t*>(weight_sum);
         return e;
+    }
+
+    static void scale_weights(Epilogue& e, const Operand& scale, const Operand& bias) {
+        e.scale_w = reinterpret_cast<const void*>(scale.address);
+        if (scale.is_tensor) e.scale_w_code = checked_float(scale.code);
+        else e.scale_w_number = scale.number();
+        e.bias = reinterpret_cast<const void*>(bias.address), e.bias_code = checked_float(bias.code);
+    }
+
+    // A scale for each row, or one number; one zero point, inside the activations' range.
+    void scale_activations(Epilogue& e, const Operand& scale, const Operand& zero_point) const {
+        if (scale.is_tensor && scale.tensor.ndim) {
+            e.scale_a = reinterpret_cast<const void*>(scale.address), e.scale_a_code = checked_float(scale.code);
+        } else {
+            e.scale_a_number = scale.number();
+        }
+        const double low = quantized_ == U8 ? 0 : -128, number = zero_point ? zero_point.number() : 0;
+        e.zero_point_number = int32_t(number < low ? low : number > low + 255 ? low + 255 : number);
     }
 };
 
@@ -178,28 +223,32 @@ public:
 
     int64_t workspace() const { return m_ * ((k_ + 31) / 32 * 32) * (element_ == F64 ? 8 : 4); }
 
-    void run(uint64_t x, int64_t x_pitch, uint64_t weight, int64_t weight_pitch, uint64_t scale, int scale_code,
-             int64_t scale_pitch, uint64_t zero_point, int64_t zero_point_pitch, uint64_t bias, int bias_code,
-             uint64_t residual, int64_t residual_pitch, uint64_t workspace_address, uint64_t out, int64_t threads) const {
+    // From the operands of its op's row. Without a workspace it uses memory of its thread.
+    void launch(nb::handle given, nb::handle room) const {
+        const Operands operands(given, 7);
+        const Operand x = operands[0], weight = operands[1], scale = operands[2], zero_point = operands[3];
+        const Operand bias = operands[4], residual = operands[5];
         const int64_t segments = group_ ? k_ / group_ : 1;
         FloatWeights f{};
-        f.x = checked(x, m_ * k_, "activation"), f.x_pitch = checked_pitch(x_pitch, k_);
-        f.w = checked(weight, n_ * k_, "weight_q"), f.weight = weight_;
-        f.w_pitch = checked_pitch(weight_pitch, is_packed(weight_) ? packed(k_) : k_);
-        f.scale = checked(scale, n_ * segments, "weight_scale"), f.scale_code = checked_float(scale_code);
-        f.scale_pitch = checked_pitch(scale_pitch, segments);
-        f.zero_point = reinterpret_cast<const int32_t*>(zero_point);
-        f.zero_point_pitch = checked_pitch(zero_point_pitch, segments);
+        f.x = checked(x.address, m_ * k_, "activation"), f.x_pitch = checked_pitch(x.pitch, k_);
+        f.w = checked(weight.address, n_ * k_, "weight_q"), f.weight = weight_;
+        f.w_pitch = checked_pitch(weight.pitch, is_packed(weight_) ? packed(k_) : k_);
+        f.scale = checked(scale.address, n_ * segments, "weight_scale"), f.scale_code = checked_float(scale.code);
+        f.scale_pitch = checked_pitch(scale.pitch, segments);
+        f.zero_point = reinterpret_cast<const int32_t*>(zero_point.address);
+        f.zero_point_pitch = checked_pitch(zero_point.pitch, segments);
         f.group = group_ ? group_ : (k_ / 32 + 1) * 32;  // one for all of k, which may be empty
-        f.prepared = checked(workspace_address, workspace(), "workspace");
-        require(workspace_address % 16 == 0, "a workspace that begins at a multiple of 16");
+        const uint64_t base = workspace_of(room, workspace());
+        f.prepared = checked(base, workspace(), "workspace");
+        require(base % 16 == 0, "a workspace that begins at a multiple of 16");
         Epilogue e{};
         e.m = m_, e.n = n_, e.k = k_, e.element = element_, e.activation = activation_;
-        e.out = checked(out, m_ * n_, "output");
+        e.out = checked(operands[6].address, m_ * n_, "output");
         e.scale_a_number = e.scale_w_number = 1;
-        e.bias = reinterpret_cast<const void*>(bias), e.bias_code = checked_float(bias_code);
-        e.residual = reinterpret_cast<const char*>(residual), e.residual_pitch = checked_pitch(residual_pitch, n_);
-        threads = checked_threads(threads, product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)));
+        e.bias = reinterpret_cast<const void*>(bias.address), e.bias_code = checked_float(bias.code);
+        e.residual = reinterpret_cast<const char*>(residual.address);
+        e.residual_pitch = checked_pitch(residual.pitch, n_);
+        const int64_t threads = threads_for(product(m_ > 0 ? m_ : 1, n_ * (k_ > 0 ? k_ : 1)));
         auto part = [&](int64_t i, int64_t of) { isa->linears->multiply_floats(e, f, i, of); };
         nb::gil_scoped_release released;
         if (m_ * n_ == 0) return;
@@ -223,12 +272,12 @@ void bind_linear(nb::module_& m) {
         .def("unpack", &Linear::unpack)
         .def("shift", &Linear::shift)
         .def("epilogue", &Linear::epilogue)
-        .def("run", &Linear::run);
+        .def("launch", &Linear::launch, nb::arg(), nb::arg().none());
     nb::class_<WeightOnlyLinear>(m, "WeightOnlyLinear")
         .def(nb::init<int64_t, int64_t, int64_t, int, int, int, int64_t>(), nb::arg("m"), nb::arg("n"), nb::arg("k"),
              nb::arg("element"), nb::arg("weight"), nb::arg("activation"), nb::arg("group") = 0)
         .def("workspace", &WeightOnlyLinear::workspace)
-        .def("run", &WeightOnlyLinear::run);
+        .def("launch", &WeightOnlyLinear::launch, nb::arg(), nb::arg().none());
 }
 
 }  // namespace baracuda

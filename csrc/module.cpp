@@ -7,12 +7,14 @@
 #include <cstdlib>
 
 #include "checks.hpp"
+#include "torch.hpp"
 
 namespace nb = nanobind;
 
 namespace baracuda {
 
 const Isa* isa = nullptr;
+Torch torch;
 
 namespace {
 
@@ -52,6 +54,7 @@ NB_MODULE(_cpu, m) {
     using namespace baracuda;
     nb::set_leak_warnings(false);  // plans live in caches until the interpreter ends
     m.doc() = "The compiled kernels of the CPU backend. Private: baracuda.backends.cpu checks what goes in here.";
+    find_torch();
     const char* wanted = std::getenv("BARACUDA_ISA");
     use_isa(wanted && *wanted ? wanted : isas().back());
     m.def("isa", [] { return std::string(isa->name); }, "The instruction set in use.");

@@ -64,7 +64,7 @@ inline uint64_t bytes_of(const DLTensor& contiguous) {
 // torch's side, found when the module is imported.
 struct Torch {
     DLExchange* exchange = nullptr;
-    PyObject *tensor = nullptr, *parameter = nullptr;
+    PyObject *tensor = nullptr, *parameter = nullptr, *get_num_threads = nullptr;
 
     // Neither a subclass, which may see things differently, nor anything else.
     bool is_plain(PyObject* value) const {

@@ -82,7 +82,9 @@ class Plan:
 class Producer:
     """A norm of rows, or a product with what a nonlinearity makes of a gate, with floats as a result or quantized.
 
-    `quantization` is the plan of the result where it is quantized.
+    `quantization` is the plan of the result where it is quantized. `adds`: a norm of the sum of two inputs. `halves`:
+    gate and up side by side in one row. The rest describes the op's row: how many operands it has, and where the sum,
+    the scale and the zero point are, or -1; the output is the last.
     """
 
     def __init__(
@@ -94,28 +96,15 @@ class Producer:
         style: int,
         activation: int,
         eps: float,
-        quantization: Plan | None = None,
+        quantization: Plan | None,
+        adds: bool,
+        halves: bool,
+        count: int,
+        sum_at: int,
+        scale_at: int,
+        zero_point_at: int,
     ) -> None: ...
-    def run(
-        self,
-        x: int,
-        x_pitch: int,
-        other: int,
-        other_pitch: int,
-        weight: int,
-        weight_code: int,
-        bias: int,
-        bias_code: int,
-        sum_out: int,
-        scale: int,
-        scale_code: int,
-        scale_number: float,
-        zero_point: int,
-        zero_point_number: int,
-        out: int,
-        threads: int,
-        /,
-    ) -> None: ...
+    def launch(self, operands: tuple[object, ...], workspace: object, /) -> None: ...
 
 class Linear:
     """A linear of an [m, k] and an [n, k] matrix: its parts, and the whole of it in one call.
@@ -137,7 +126,7 @@ class Linear:
         quantization: Plan | None = None,
     ) -> None: ...
     def workspace(self) -> int:
-        """The bytes that `run` needs, beside the quantized activations and their scales."""
+        """The bytes that `launch` needs."""
 
     def weight_sums(
         self, weight: int, weight_pitch: int, factor: int, factor_pitch: int, out: int, threads: int, /
@@ -147,23 +136,8 @@ class Linear:
     ) -> None: ...
     def shift(self, act: int, act_pitch: int, out: int, threads: int, /) -> None: ...
     def epilogue(self, acc: int, scales: Scales, weight_sum: int, shift: int, out: int, threads: int, /) -> None: ...
-    def run(
-        self,
-        x: int,
-        x_pitch: int,
-        act_q: int,
-        act_pitch: int,
-        weight: int,
-        weight_pitch: int,
-        factor: int,
-        factor_pitch: int,
-        scales: Scales,
-        weight_sum: int,
-        workspace: int,
-        out: int,
-        threads: int,
-        /,
-    ) -> None: ...
+    def launch(self, operands: tuple[object, ...], workspace: object, /) -> None:
+        """From the operands of the op's row; without a workspace it uses memory of its thread."""
 
 class WeightOnlyLinear:
     """A linear of [m, k] floats and an [n, k] integer weight, with a scale and a zero point for each `group` of k.
@@ -173,26 +147,8 @@ class WeightOnlyLinear:
 
     def __init__(self, m: int, n: int, k: int, element: int, weight: int, activation: int, group: int = 0) -> None: ...
     def workspace(self) -> int: ...
-    def run(
-        self,
-        x: int,
-        x_pitch: int,
-        weight: int,
-        weight_pitch: int,
-        scale: int,
-        scale_code: int,
-        scale_pitch: int,
-        zero_point: int,
-        zero_point_pitch: int,
-        bias: int,
-        bias_code: int,
-        residual: int,
-        residual_pitch: int,
-        workspace: int,
-        out: int,
-        threads: int,
-        /,
-    ) -> None: ...
+    def launch(self, operands: tuple[object, ...], workspace: object, /) -> None:
+        """From the operands of the op's row; without a workspace it uses memory of its thread."""
 
 def round_columns(
     descends: bool,

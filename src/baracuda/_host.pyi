@@ -1,6 +1,7 @@
 """The host's part of a call. Private: baracuda.plans.checks and baracuda.backends.triton stand before it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 #: (dtypes, shape, output, optional, "f" or "i" where a number may stand for the tensor, and its open limits)
 Rule = tuple[Sequence[tuple[int, int]], Sequence[int], bool, bool, str, float, float]
@@ -12,7 +13,44 @@ class Checker:
         self, rules: Sequence[Rule], device_type: int, device_index: int, elementwise: bool, rows: bool, /
     ) -> None: ...
     def fits(self, operands: tuple[object, ...], /) -> bool: ...
+    def fits_along(self, operands: tuple[object, ...], /) -> bool:
+        """The same, where contiguous tensors may have other axes in place of a matrix's rows."""
+
     def holds(self, workspace: object, operands: tuple[object, ...], size: int, alignment: int, /) -> bool: ...
+
+def is_plain_call(x: object) -> bool:
+    """Whether a call on x may skip torch's dispatcher: no tracer, mode, transform, autocast or subclass sees it."""
+
+class Computation:
+    """The inputs are checked, the outputs and the workspace made by these functions (None makes none), and launched."""
+
+    def __init__(
+        self,
+        checker: Checker,
+        along: bool,
+        makers: tuple[Callable[[], object] | None, ...],
+        workspace: Callable[[], object] | None,
+        launch: Callable[..., None],
+        /,
+    ) -> None: ...
+    def compute(self, inputs: tuple[object, ...], /) -> tuple[Any, ...] | None:
+        """The outputs; None, and nothing is done, where the inputs may not fit."""
+
+class Lookup:
+    """What a module keeps for each kind of input, as long as its own tensors are those it was found for.
+
+    Copies and pickles are empty.
+    """
+
+    def __init__(self) -> None: ...
+    def take(self, tensors: dict[str, object], bias: object, /) -> None:
+        """Start over with these tensors."""
+
+    def add(self, x: object, tag: object, value: object, most: int, /) -> None:
+        """Keep a value for inputs of this shape, type and device; no more than `most`."""
+
+    def find(self, x: object, tensors: dict[str, Any], bias: object, tag: object, /) -> Any:
+        """The value for an input like this; None where there is none, or where Python must decide."""
 
 class Driver:
     """The CUDA driver, from the library of this name; the newest CUDA it knows, 12030 for 12.3."""

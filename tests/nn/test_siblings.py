@@ -243,24 +243,15 @@ def test_threads_do_not_take_each_others_results() -> None:
 # -- nothing is kept ---------------------------------------------------------------------------------------------
 
 
-def test_no_activation_outlives_its_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_activation_outlives_its_use() -> None:
     model, _, made = merged()
-    results: list[weakref.ref[Tensor]] = []
-    whole = model.q._member.whole
-    forward = whole.forward
-    monkeypatch.setattr(whole, "forward", lambda x: _noted(forward(x), results))
     model(X)
-    assert made.thread.entry is None and results[0]() is None
+    assert made.thread.entry is None
     x = X.clone()
     model.q(x)  # the others are never called
-    assert results[1]() is not None
+    assert made.thread.entry.parts is not None
     del x
-    assert results[1]() is None
-
-
-def _noted(y: Tensor, results: list[weakref.ref[Tensor]]) -> Tensor:
-    results.append(weakref.ref(y))
-    return y
+    assert made.thread.entry.parts is None
 
 
 def test_a_model_is_freed_without_the_garbage_collector() -> None:

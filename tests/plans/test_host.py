@@ -16,7 +16,7 @@ import pytest
 import torch
 from fake_cuda import Fake, build
 
-from baracuda import ElementKind, InvalidProblem, PerToken, QuantizeKind, WorkspaceTooSmall
+from baracuda import BackendKind, ElementKind, InvalidProblem, PerToken, PlanPreference, QuantizeKind, WorkspaceTooSmall
 from baracuda.core.problem import Problem
 from baracuda.core.strides import contiguous_strides
 from baracuda.plans.checks import Checker
@@ -100,6 +100,27 @@ def test_what_fits_at_once_passes_the_thorough_check_and_is_contiguous() -> None
         else:
             refused += 1
     assert fitted > 100 and refused > 100
+
+
+@pytest.mark.parametrize("backend", [BackendKind.CPU, BackendKind.REFERENCE])
+@pytest.mark.parametrize("axes", [(6,), (2, 3), (3, 1, 2), (20, 2)], ids=str)
+def test_a_plan_along_other_axes_takes_and_makes_what_has_them(backend: BackendKind, axes: tuple[int, ...]) -> None:
+    rows = math.prod(axes)
+    problem = Problem(QuantizeKind.QUANTIZED_LINEAR, (rows, 5, 24), ElementKind.F32, ElementKind.S8, -127, 127)
+    plan = SelectedPlan(problem, torch.device("cpu"), PlanPreference(prefer_backend=backend))
+    x, weight = torch.randn(*axes, 24), torch.randint(-127, 128, (5, 24), dtype=torch.int8)
+    others = (weight, torch.rand(5), None, None, None, None)
+    expected = plan.compute((x.reshape(rows, 24), *others))[-1]
+    along = plan.along(axes)
+    strided = torch.randn(*axes, 26)[..., :24].copy_(x)
+    for given in (x, strided, x.reshape(rows, 24)):
+        y = along.compute((given, *others))[-1]
+        assert y.shape == (*axes, 5) and torch.equal(y.view(rows, 5), expected)
+    with pytest.raises(InvalidProblem):
+        along.compute((x, weight[:, :23].contiguous(), *others[1:]))
+    if len(axes) > 1:
+        with pytest.raises(InvalidProblem):
+            plan.compute((x, *others))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 0, 5), (1, 1), (2, 3, 4)], ids=str)

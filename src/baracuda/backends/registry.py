@@ -32,7 +32,7 @@ Value = Tensor | float | int | None
 class Launch(Protocol):
     """A kernel bound to one problem. Operands come in the order of the op's row and have been checked."""
 
-    def __call__(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None: ...
+    def __call__(self, operands: tuple[Value, ...], workspace: Tensor | None, /) -> None: ...
 
 
 #: Strides a kernel takes in place: any; row-strided inputs (all axes but the last collapse); contiguous tensors only.
@@ -104,6 +104,8 @@ class Kernel:
     declines: Callable[[Problem, torch.device], str | None]
     bind: Callable[[Problem, torch.device], Launch]
     workspace: Callable[[Problem, torch.device], int] = _no_workspace
+    #: Whether its launch has memory of its own where it is given no workspace.
+    scratch: Callable[[Problem, torch.device], bool] = field(default=lambda problem, device: False)
     #: The instruction set or architecture it runs on, for `plan.sku()`.
     arch: Callable[[torch.device], str] = field(default=lambda device: device.type)
     epilogue: Callable[[Problem, torch.device], str | None] = _epilogue

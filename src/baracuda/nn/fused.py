@@ -20,13 +20,14 @@ from ..dispatch.eager import cached_plan
 from ..dispatch.options import gated_spec, norm_spec, quantized_spec
 from ..functional import gated_quantize, norm_quantize
 from ..plans.plan import SelectedPlan
-from .launches import KEPT, is_plain_call
+from .launches import KEPT, is_plain_call, lookup
 from .linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear
 from .siblings import HELD
 from .tokens import QuantizedTokens
 
 _is_traced = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
+_NO_TENSORS: dict[str, Any] = {}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -91,7 +92,8 @@ class FusedNorm(nn.Module):
         self.style, self.eps, self.quantizer = style, eps, _Quantizer(readers[0][2])
         self.readers = list(readers)
         self.training = original.training
-        self._plans: dict[Any, tuple[SelectedPlan, tuple[int, int]]] = {}
+        self._plans: dict[Any, SelectedPlan] = {}
+        self._known = lookup()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}
@@ -99,30 +101,35 @@ class FusedNorm(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if _is_traced():
             return self.original(x)
-        if not is_plain_call(x) or x.dtype not in _FLOATS:
-            return self.original(x) if _needs_floats(x) else self._dispatched(x)
-        if (_is_grad_enabled() and (x.requires_grad or self._learns())) or not self._read_by_linears():
-            return self.original(x)
-        weight, bias = self._parameters.get("weight"), self._parameters.get("bias")
-        found = self._plans.get((x.shape, x.dtype, x.device))
+        found = self._known.find(x, _NO_TENSORS, None, None)
         if found is None:
-            found = self._find(x)
-        plan, shape = found
-        inputs = (x if x.ndim == 2 else x.reshape(shape), None, weight, bias)
-        return _handed_on(plan, inputs, x, self.quantizer)
+            if not is_plain_call(x) or x.dtype not in _FLOATS:
+                return self.original(x) if _needs_floats(x) else self._dispatched(x)
+            if _is_grad_enabled() and (x.requires_grad or self._learns()):
+                return self.original(x)
+        if not self._read_by_linears():
+            return self.original(x)
+        if found is None:
+            found = self._plans.get((x.shape, x.dtype, x.device)) or self._find(x)
+        parameters = self._parameters
+        return _handed_on(found, (x, None, parameters.get("weight"), parameters.get("bias")), x.dtype, self.quantizer)
 
-    def _find(self, x: Tensor) -> tuple[SelectedPlan, tuple[int, int]]:
+    def _find(self, x: Tensor) -> SelectedPlan:
         spec, op = norm_spec(x.dtype, self.style, self.eps, False), QuantizeKind.NORM_DYNAMIC_QUANTIZE
         shape = prod(x.shape[:-1]), x.shape[-1]
         plan = _plan(op, QuantizeKind.NORM_QUANTIZE, spec, self.quantizer, shape, x.device)
         if len(self._plans) >= KEPT:
             self._plans.clear()
-        found = self._plans[x.shape, x.dtype, x.device] = plan, shape
+        found = self._plans[x.shape, x.dtype, x.device] = plan.along(x.shape[:-1])
+        self._known.add(x, None, found, KEPT)
         return found
 
     def _read_by_linears(self) -> bool:
         """Whether the linears are still where they were: an adapter in the place of one reads floats."""
-        return all(modules.get(name) is linear and not _watched(linear) for modules, name, linear in self.readers)
+        for modules, name, linear in self.readers:
+            if modules.get(name) is not linear or linear._forward_pre_hooks or linear._forward_hooks:
+                return False
+        return True
 
     def _learns(self) -> bool:
         return any(p is not None and p.requires_grad for p in self._parameters.values())
@@ -137,7 +144,7 @@ class FusedNorm(nn.Module):
             x, self._parameters.get("weight"), self.eps, scale, zero_point, style=self.style,
             bias=self._parameters.get("bias"), mode=mode, dtype=kind, q_min=low, q_max=high,
         )  # fmt: skip
-        return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, x.dtype)
+        return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, x.dtype, not self.quantizer.static)
 
     def extra_repr(self) -> str:
         how = "by the linears' scale" if self.quantizer.static else "per token"
@@ -163,36 +170,40 @@ class FusedMLP(nn.Module):
         self.activation: Any = Activation(activation).value
         self.quantizer = _Quantizer(cast(IntegerLinear, original._modules[down]))
         self.training = original.training
-        self._plans: dict[Any, tuple[SelectedPlan, tuple[int, int]]] = {}
+        self._plans: dict[Any, SelectedPlan] = {}
+        self._known = lookup()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_plans": {}}
 
     def forward(self, x: Any) -> Any:
-        if _is_traced() or not self._whole():  # a trace reads no tuple: each would be guarded by itself
+        if _is_traced():  # before anything is read: of a trace, each tuple would be guarded by itself
             return self.original(x)
-        floats = x.q if type(x) is QuantizedTokens else x
-        gate_name, up_name, down_name = self.names
         modules = self._modules
-        gate, down = cast(IntegerLinear, modules[gate_name]), cast(IntegerLinear, modules[down_name])
-        if type(x) is not QuantizedTokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
+        gate_name, up_name, down_name = self.names
+        gate, up, down = modules[gate_name], modules[up_name], modules[down_name]
+        # An adapter in the place of a linear reads floats.
+        are_linears = (
+            isinstance(gate, IntegerLinear) and isinstance(up, IntegerLinear) and isinstance(down, IntegerLinear)
+        )
+        if not are_linears or _watched(down):
             return self.original(x)
-        if _is_grad_enabled() and (_learns(gate) or _learns(modules[up_name]) or _learns(down)):
+        gate, down, tokens = cast(IntegerLinear, gate), cast(IntegerLinear, down), type(x) is QuantizedTokens
+        if not tokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
+            return self.original(x)
+        if _is_grad_enabled() and (_learns(gate) or _learns(up) or _learns(down)):
             return self.original(x)
         both = None if (member := gate._member) is None else member.all_of(gate, x)
-        inputs = (gate(x), modules[up_name](x)) if both is None else (both, None)  # type: ignore[misc]
-        return down(self._product(inputs, not is_plain_call(floats)))
+        inputs = (gate(x), cast(IntegerLinear, up)(x)) if both is None else (both, None)
+        return down(self._product(inputs, x.q if tokens else x))
 
-    def _whole(self) -> bool:
-        """Whether the linears are what they were: an adapter in the place of one reads floats."""
-        return all(isinstance(self._modules[name], IntegerLinear) for name in self.names) and not _watched(
-            self._modules[self.names[2]]
-        )
-
-    def _product(self, inputs: tuple[Tensor, Tensor | None], dispatched: bool) -> QuantizedTokens:
+    def _product(self, inputs: tuple[Tensor, Tensor | None], x: Tensor) -> QuantizedTokens:
         gate, up = inputs
-        _, mode, kind, low, high = self.quantizer.options()
-        if dispatched or not is_plain_call(gate):
+        found = self._known.find(gate, _NO_TENSORS, None, up is None)
+        if found is not None:
+            return _handed_on(found, inputs, gate.dtype, self.quantizer)
+        if not is_plain_call(x) or not is_plain_call(gate):
+            _, mode, kind, low, high = self.quantizer.options()
             scale, zero_point = self.quantizer.scales()
             made = gated_quantize(
                 gate,
@@ -205,7 +216,7 @@ class FusedMLP(nn.Module):
                 q_min=low,
                 q_max=high,
             )
-            return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, gate.dtype)
+            return QuantizedTokens(made.q, made.scale.view(-1), made.zero_point, gate.dtype, not self.quantizer.static)
         key = gate.shape, gate.dtype, gate.device, up is None
         found = self._plans.get(key)
         if found is None:
@@ -215,12 +226,9 @@ class FusedMLP(nn.Module):
             if len(self._plans) >= KEPT:
                 self._plans.clear()
             plan = _plan(op, QuantizeKind.GATED_QUANTIZE, spec, self.quantizer, shape, gate.device)
-            found = self._plans[key] = plan, shape
-        plan, (rows, _) = found
-        if gate.ndim != 2:
-            width = gate.shape[-1]
-            inputs = gate.reshape(rows, width), None if up is None else up.reshape(rows, width)
-        return _handed_on(plan, inputs, gate, self.quantizer)
+            found = self._plans[key] = plan.along(gate.shape[:-1])
+            self._known.add(gate, up is None, found, KEPT)
+        return _handed_on(found, inputs, gate.dtype, self.quantizer)
 
     def extra_repr(self) -> str:
         return f"{type(self.original).__name__} with {self.activation}, its product quantized where it is made"
@@ -243,19 +251,17 @@ def _plan(
     return cached_plan(device, static if is_static else dynamic, shape, spec)
 
 
-def _handed_on(plan: SelectedPlan, inputs: tuple[Any, ...], like: Tensor, quantizer: _Quantizer) -> QuantizedTokens:
-    """Run the plan; what it makes has the leading axes of `like`."""
+def _handed_on(
+    plan: SelectedPlan, inputs: tuple[Any, ...], dtype: torch.dtype, quantizer: _Quantizer
+) -> QuantizedTokens:
+    """Run the plan; what it makes stands for values of this type."""
     if quantizer.static:
         scale, zero_point = quantizer.scales()
         stored = None if zero_point is None else zero_point.to(torch.int32)
         q = plan.compute((*inputs, scale, stored))[-1]
-        return QuantizedTokens(_as_like(q, like), cast(Tensor, scale).view(1), zero_point, like.dtype)
+        return QuantizedTokens(q, cast(Tensor, scale).view(1), zero_point, dtype, False)
     *_, scale, _, q = plan.compute(inputs)
-    return QuantizedTokens(_as_like(q, like), scale, None, like.dtype)
-
-
-def _as_like(q: Tensor, like: Tensor) -> Tensor:
-    return q if like.ndim == 2 else q.view(*like.shape[:-1], q.shape[-1])
+    return QuantizedTokens(q, scale, None, dtype, True)
 
 
 def _watched(module: Any) -> bool:

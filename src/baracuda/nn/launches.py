@@ -2,36 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from ..backends.registry import Value
+from ..core.host import MISSING
 from ..core.problem import Spec
 from ..core.types import QuantizeKind
-from ..dispatch.eager import cached_plan, route, transform_level
+from ..dispatch.eager import cached_plan, route
 from ..plans.plan import SelectedPlan
+
+if MISSING is None:
+    from .. import _host
 
 #: Shapes whose plans one linear keeps; a server that sees more of them starts over.
 KEPT = 256
 
 _is_grad_enabled = torch.is_grad_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_is_autocast_enabled = torch._C._is_any_autocast_enabled
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
-def is_plain_call(x: Tensor) -> bool:
-    """Whether a call on x may skip torch's dispatcher: no tracer, mode, transform, autocast or subclass sees it."""
-    if type(x) is not Tensor or _dispatch_modes() or _function_modes() or _is_autocast_enabled():
-        return False
-    if transform_level() is not None or forward_ad._current_level >= 0 or x.is_neg() or x.is_meta:
-        return False
-    return not _is_batched(x)
+def _never(x: object) -> bool:
+    return False
+
+
+class _Nothing:
+    """A lookup that knows nothing: without the compiled module."""
+
+    def take(self, *_: object) -> None: ...
+
+    def add(self, *_: object) -> None: ...
+
+    def find(self, *_: object) -> None: ...
+
+
+def lookup() -> _host.Lookup | _Nothing:
+    """What a module knows of its calls, empty."""
+    return _Nothing() if MISSING is not None else _host.Lookup()
+
+
+#: Whether a call on x may skip torch's dispatcher: no tracer, mode, transform, autocast or subclass sees it. Without
+#: the compiled module every call takes the long way.
+is_plain_call: Callable[[object], bool] = _never if MISSING is not None else _host.is_plain_call
 
 
 class Launching(Protocol):
@@ -70,10 +85,21 @@ class Launches:
         self._tensors: tuple[Any, ...] = ()
         self._address, self._bias, self._bias_dtype = 0, None, None  # type: int, Any, torch.dtype | None
         self._operands: tuple[Value, ...] = ()
-        self._plans: dict[tuple[Any, ...], tuple[SelectedPlan, tuple[int, int], tuple[int, ...]]] = {}
+        self._plans: dict[tuple[Any, ...], SelectedPlan] = {}
+        self._known = lookup()
 
     def __call__(self, linear: Launching, x: Tensor) -> Tensor | None:
         """The linear of x; None where the call must take the long way."""
+        found = self._known.find(x, linear._buffers, linear._parameters.get("bias"), None)
+        if found is None:
+            found = self._plan(linear, x)
+            if found is None:
+                return None
+        result: Tensor = found.compute(linear._inputs(x, self._operands))[-1]
+        return result
+
+    def _plan(self, linear: Launching, x: Tensor) -> SelectedPlan | None:
+        """The plan of a call that the compiled module does not know."""
         if not is_plain_call(x):
             return None
         buffers, bias = linear._buffers, linear._parameters.get("bias")
@@ -86,19 +112,11 @@ class Launches:
         scale: Tensor = buffers["weight_scale"]  # type: ignore[assignment]
         if not (same and self._tensors and self._address == scale.data_ptr()) and not self._take(linear, x, bias):
             return None
-        found = self._plans.get((x.shape, x.dtype))
-        if found is None:
-            found = self._find(linear, x)
-            if found is None:
-                return None
-        plan, matrix, out_shape = found
-        inputs = linear._inputs(x if x.ndim == 2 else x.reshape(matrix), self._operands)
-        result: Tensor = plan.compute(inputs)[-1]
-        return result if len(out_shape) == 2 else result.view(out_shape)
+        return self._plans.get((x.shape, x.dtype)) or self._find(linear, x)
 
     def _take(self, linear: Launching, x: Tensor, bias: Any) -> bool:
         """Remember the tensors, once they are plain ones that need no dispatcher."""
-        self._plans, self._tensors = {}, ()
+        self._plans, self._tensors, self._known = {}, (), lookup()
         tensors = tuple((name, linear._buffers[name]) for name in linear.launched)
         weight, scale = tensors[0][1], linear._buffers["weight_scale"]
         with torch.no_grad():
@@ -109,9 +127,10 @@ class Launches:
             self._operands = linear._operands()
         self._address, self._tensors = scale.data_ptr(), tensors
         self._bias, self._bias_dtype = bias, None if bias is None else bias.dtype
+        self._known.take(dict(tensors), bias)
         return True
 
-    def _find(self, linear: Launching, x: Tensor) -> tuple[SelectedPlan, tuple[int, int], tuple[int, ...]] | None:
+    def _find(self, linear: Launching, x: Tensor) -> SelectedPlan | None:
         bias, shape, weight = self._bias, x.shape, self._operands[0]
         assert isinstance(weight, Tensor)
         if not shape or (bias is not None and bias.dtype not in (torch.float32, x.dtype)):
@@ -123,7 +142,8 @@ class Launches:
         plan = cached_plan(weight.device, linear.op, (m, n, k), linear._spec(x.dtype))
         if len(self._plans) >= KEPT:
             self._plans.clear()
-        found = self._plans[shape, x.dtype] = plan, (m, k), (*shape[:-1], n)
+        found = self._plans[shape, x.dtype] = plan.along(shape[:-1])
+        self._known.add(x, None, found, KEPT)
         return found
 
     def __reduce__(self) -> tuple[type[Launches], tuple[()]]:

@@ -81,6 +81,8 @@ class IntegerLinear(Sibling):
         zeros = torch.zeros(out_features, device=device, dtype=dtype) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros))
         self._row_sums, self._token_launches = RowSums(), TokenLaunches()
+        symmetric = self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8
+        self._needs_sums = not symmetric and not weight_group  # of groups the kernels add up the expanded weight
         # For torch.compile, which guards one string by one comparison, but every pair of modules that share an enum
         # member by an expression in Python: hundreds of them before each step of a large model.
         # For the same reason `_member` is set here: a default of the class is looked for in every base class.
@@ -146,11 +148,7 @@ class IntegerLinear(Sibling):
 
     def _weight_sum(self) -> Tensor | None:
         """The weight's row sums, which activations with a zero point, or unsigned ones, need."""
-        if self.mode is DynamicRangeMode.SYMMETRIC and self.activation is ElementKind.S8:
-            return None
-        if self.weight_factor is not None:
-            return None  # the kernels add up the expanded weight
-        return self._row_sums(self.weight, self.weight_element, self.in_features)
+        return self._row_sums(self.weight, self.weight_element, self.in_features) if self._needs_sums else None
 
     def _of_tokens(self, x: QuantizedTokens) -> Tensor:
         """The linear of activations that were quantized where they were made, in the type they stand for."""
@@ -226,11 +224,12 @@ class QuantizedLinear(IntegerLinear):
         )
 
     def _operands(self) -> tuple[Value, ...]:
-        return self.weight, self.weight_scale.view(-1), self.bias, self.weight_factor
+        return self.weight, self.weight_scale.view(-1), self.bias, None, None, self.weight_factor
 
     def _inputs(self, x: Tensor, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-        weight, scale, bias, factor = operands
-        return x, weight, scale, bias, self._weight_sum(), None, factor
+        if self._needs_sums:
+            return x, *operands[:3], self._weight_sum(), *operands[4:]
+        return x, *operands
 
     def _range(self, q_min: int | None, q_max: int | None) -> tuple[int, int]:
         return dynamic_range(self.activation, self.mode, q_min, q_max)

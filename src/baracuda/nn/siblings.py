@@ -113,8 +113,8 @@ class Member(nn.Module):
 
     def __init__(self, siblings: Siblings, part: Sibling, index: int, start: int, count: int) -> None:
         super().__init__()
-        self.siblings, self.part, self.bit, self.count = siblings, weakref.ref(part), 1 << index, count
-        self.start, self.size = start, part.out_features
+        self.siblings, self.part, self.count, self.index = siblings, weakref.ref(part), count, index
+        self.bit, self.start, self.size = 1 << index, start, part.out_features
         self.become(None)
 
     def become(self, whole: Sibling | None) -> None:
@@ -130,23 +130,26 @@ class Member(nn.Module):
             return None
         if _is_grad_enabled() and (x.requires_grad or siblings.learns()):
             return None
-        entry, state = siblings.thread.entry, _state(x)
+        thread, state = siblings.thread, _state(x)
+        entry = thread.entry
         if entry is not None:
             if entry.waiting & self.bit and entry() is x and entry.state == state:
                 entry.waiting ^= self.bit
                 if not entry.waiting:
-                    siblings.thread.entry, siblings.unused = None, 0
-                return self._columns(entry.y)
-            siblings.thread.entry = None
+                    thread.entry, siblings.unused = None, 0
+                return None if entry.parts is None else entry.parts[self.index]
+            thread.entry = None
             siblings.unused += 1
         whole = self.whole
         if whole is None or siblings.why_apart() is not None:
             return None
         entry = _Entry(x, _forget)
         entry.state, entry.waiting = state, siblings.everyone ^ self.bit
-        entry.y = whole.forward(given) if siblings.unused < PATIENCE else None
-        siblings.thread.entry = entry
-        return self._columns(entry.y)
+        entry.parts = None
+        if siblings.unused < PATIENCE:
+            entry.parts = torch.unsafe_split_with_sizes(whole.forward(given), siblings.sizes, -1)
+        thread.entry = entry
+        return None if entry.parts is None else entry.parts[self.index]
 
     def all_of(self, part: Sibling, x: Any) -> Tensor | None:
         """What this linear, the first, and the one other compute together; None where they are computed apart."""
@@ -166,9 +169,6 @@ class Member(nn.Module):
             return None
         return f"{id(siblings)} {self.start} {self.size} {self.count} {whole.traced_settings()}"
 
-    def _columns(self, y: Tensor | None) -> Tensor | None:
-        return None if y is None else y.narrow(-1, self.start, self.size)
-
 
 # torch.compile guards the buffers of other modules for aliasing, tensor by tensor before each call. Of modules that it
 # takes for torch's own it checks whole trees by the versions of their dictionaries.
@@ -179,14 +179,15 @@ for _module in (Sibling, Member):
 class _Entry(weakref.ref[Tensor]):
     """A result that siblings have yet to take, and the input it belongs to: it lives no longer than that."""
 
-    __slots__ = ("state", "waiting", "y")
+    __slots__ = ("parts", "state", "waiting")
     state: tuple[Any, ...]
     waiting: int
-    y: Tensor | None
+    #: The columns of each sibling; None while they only watch whether they are called together.
+    parts: Sequence[Tensor] | None
 
 
 def _forget(entry: weakref.ref[Tensor]) -> None:
-    entry.y = None  # type: ignore[attr-defined]
+    entry.parts = None  # type: ignore[attr-defined]
 
 
 def _state(x: Tensor) -> tuple[Any, ...]:
@@ -215,6 +216,7 @@ class Siblings:
         self.stacked: list[tuple[dict[str, Any], str, Tensor, int | None]] = []
         #: The tensors that all parts have alike, with their versions.
         self.alike: list[tuple[dict[str, Any], str, Tensor, int]] = []
+        self.sizes = [part.out_features for part in parts]
         start = 0
         for index, part in enumerate(parts):
             part.__dict__["_member"] = Member(self, part, index, start, len(parts))

@@ -13,7 +13,7 @@ from ..dispatch.eager import cached_plan, route
 from ..dispatch.options import static_linear_spec
 from ..functional import smoothquant_linear
 from ..plans.plan import SelectedPlan
-from .launches import KEPT, is_plain_call
+from .launches import KEPT, is_plain_call, lookup
 
 if TYPE_CHECKING:
     from .linear import IntegerLinear
@@ -24,15 +24,17 @@ _is_grad_enabled = torch.is_grad_enabled
 class QuantizedTokens:
     """Activations that were quantized where they were made: what a linear takes in place of floats.
 
-    `q` has the shape of the activations. `scale` is f32, one for each row in a row, or `[1]` for a static scale, which
-    may have a zero point. `dtype` is the float type they stand for. It is no tensor on purpose: what is not written for
-    it raises.
+    `q` has the shape of the activations. `scale` is f32, one for each row in a row (`per_token`), or `[1]` for a static
+    scale, which may have a zero point. `dtype` is the float type they stand for. It is no tensor on purpose: what is
+    not written for it raises.
     """
 
-    __slots__ = ("dtype", "q", "scale", "zero_point")
+    __slots__ = ("dtype", "per_token", "q", "scale", "zero_point")
 
-    def __init__(self, q: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype) -> None:
-        self.q, self.scale, self.zero_point, self.dtype = q, scale, zero_point, dtype
+    def __init__(
+        self, q: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype, per_token: bool
+    ) -> None:
+        self.q, self.scale, self.zero_point, self.dtype, self.per_token = q, scale, zero_point, dtype, per_token
 
     @property
     def shape(self) -> torch.Size:
@@ -41,10 +43,6 @@ class QuantizedTokens:
     @property
     def device(self) -> torch.device:
         return self.q.device
-
-    @property
-    def per_token(self) -> bool:
-        return self.zero_point is None and self.scale.numel() != 1
 
     def __repr__(self) -> str:
         return f"QuantizedTokens({self.q.dtype}, shape={list(self.shape)}, for {self.dtype})"
@@ -56,10 +54,29 @@ class TokenLaunches:
     def __init__(self) -> None:
         self._tensors: tuple[Any, ...] = ()
         self._operands: tuple[Any, ...] = ()
-        self._plans: dict[tuple[Any, ...], tuple[SelectedPlan, tuple[int, int], tuple[int, ...]]] = {}
+        self._plans: dict[tuple[Any, ...], SelectedPlan] = {}
+        #: Of static scales, and of those per token.
+        self._known = (lookup(), lookup())
 
     def __call__(self, linear: IntegerLinear, x: QuantizedTokens) -> Tensor | None:
         """The linear of x; None where the call must take the long way."""
+        q, per_token = x.q, x.per_token
+        found = self._known[per_token].find(q, linear._buffers, linear._parameters.get("bias"), x.dtype)
+        if found is None:
+            found = self._plan(linear, x)
+            if found is None:
+                return None
+        weight, scale, bias, factor = self._operands
+        act_scale, zero = x.scale, None
+        if not per_token:
+            act_scale = act_scale.view(())
+            zero = None if x.zero_point is None else x.zero_point.to(torch.int32).view(())
+        sums = linear._weight_sum() if linear._needs_sums else None
+        result: Tensor = found.compute((q, act_scale, zero, weight, scale, bias, sums, None, factor))[-1]
+        return result
+
+    def _plan(self, linear: IntegerLinear, x: QuantizedTokens) -> SelectedPlan | None:
+        """The plan of a call that the compiled module does not know."""
         q, bias = x.q, linear._parameters.get("bias")
         if not is_plain_call(q) or (_is_grad_enabled() and bias is not None and bias.requires_grad):
             return None
@@ -72,22 +89,11 @@ class TokenLaunches:
             q, (weight, scale, bias, factor, address, dtype)
         ):
             return None
-        per_token = x.per_token
-        found = self._plans.get((q.shape, x.dtype, per_token))
-        if found is None:
-            found = self._find(linear, x)
-            if found is None:
-                return None
-        plan, matrix, out_shape = found
-        zero = None if x.zero_point is None else x.zero_point.to(torch.int32).view(())
-        tokens = (q if q.ndim == 2 else q.view(matrix), x.scale if per_token else x.scale.view(()), zero)
-        weight, scale, bias, factor = self._operands
-        result: Tensor = plan.compute((*tokens, weight, scale, bias, linear._weight_sum(), None, factor))[-1]
-        return result if len(out_shape) == 2 else result.view(out_shape)
+        return self._plans.get((q.shape, x.dtype, x.per_token)) or self._find(linear, x)
 
     def _take(self, q: Tensor, tensors: tuple[Any, ...]) -> bool:
         """Remember the tensors, once they are plain ones that need no dispatcher."""
-        self._plans, self._tensors = {}, ()
+        self._plans, self._tensors, self._known = {}, (), (lookup(), lookup())
         weight, scale, bias, factor, _, _ = tensors
         with torch.no_grad():
             if weight is None or scale is None or route(q, weight, scale, bias, factor) != "plan":
@@ -96,11 +102,11 @@ class TokenLaunches:
                 return False
             self._operands = weight, scale.view(-1), bias, factor
         self._tensors = tensors
+        for known in self._known:
+            known.take({"weight": weight, "weight_scale": scale, "weight_factor": factor}, bias)
         return True
 
-    def _find(
-        self, linear: IntegerLinear, x: QuantizedTokens
-    ) -> tuple[SelectedPlan, tuple[int, int], tuple[int, ...]] | None:
+    def _find(self, linear: IntegerLinear, x: QuantizedTokens) -> SelectedPlan | None:
         (weight, _, bias, _), shape = self._operands, x.shape
         if bias is not None and bias.dtype not in (torch.float32, x.dtype):
             return None
@@ -112,7 +118,8 @@ class TokenLaunches:
         plan = cached_plan(weight.device, QuantizeKind.SMOOTHQUANT_LINEAR, (m, n, k), spec)
         if len(self._plans) >= KEPT:
             self._plans.clear()
-        found = self._plans[shape, x.dtype, x.per_token] = plan, (m, k), (*shape[:-1], n)
+        found = self._plans[shape, x.dtype, x.per_token] = plan.along(shape[:-1])
+        self._known[x.per_token].add(x.q, x.dtype, found, KEPT)
         return found
 
     def __reduce__(self) -> tuple[type[TokenLaunches], tuple[()]]:

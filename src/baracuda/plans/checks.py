@@ -76,13 +76,18 @@ class Checker:
         #: True if all operands, or the first few, have strides the kernel takes, and fit; True if a workspace of so
         #: many bytes fits.
         #: False means that the checks in Python decide.
+        self.native: _host.Checker | None = None
         self.fits: Callable[[tuple[Value, ...]], bool] = _perhaps
+        #: The same, where contiguous tensors may have other axes in place of a matrix's rows.
+        self.fits_along: Callable[[tuple[Value, ...]], bool] = _perhaps
         self.holds: Callable[[Tensor | None, tuple[Value, ...], int, int], bool] = _perhaps
         if MISSING is None and device.type in DLPACK_DEVICES:
             rules = [expected.native() for expected in self.expected]
             place = DLPACK_DEVICES[device.type], device.index or 0
-            native = _host.Checker(rules, *place, row.elementwise, device.type == "cpu" and strides != "contiguous")
-            self.fits, self.holds = native.fits, native.holds
+            self.native = native = _host.Checker(
+                rules, *place, row.elementwise, device.type == "cpu" and strides != "contiguous"
+            )
+            self.fits, self.fits_along, self.holds = native.fits, native.fits_along, native.holds
 
     def __call__(self, operands: tuple[Value, ...]) -> None:
         contiguous = self.fit(operands)

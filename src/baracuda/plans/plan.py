@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import fields, is_dataclass
+from functools import partial
 from math import prod
 from operator import attrgetter
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar, get_args
@@ -14,15 +16,21 @@ from torch.autograd.graph import increment_version
 
 from ..backends.registry import Value, choose
 from ..core.errors import BaracudaError, InvalidProblem, Unsupported, WorkspaceTooSmall
+from ..core.host import MISSING
 from ..core.memory import LARGE, on_huge_pages
 from ..core.notebook import html_table
 from ..core.optable import OPS, needed
 from ..core.problem import Problem
 from ..core.scope import Shape
 from ..core.strides import contiguous_strides, row_stride
-from ..core.types import ElementKind, KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
+from ..core.types import BackendKind, ElementKind, KernelSku, PlanPreference, PrecisionGuarantee, QuantizeKind, Support
 from .checks import Checker
 
+if MISSING is None:
+    from .. import _host
+
+#: Shape, strides and type of an output.
+OutputSpec = tuple[Shape, Shape, torch.dtype]
 #: Where a workspace must start; torch's own allocations always do.
 WORKSPACE_ALIGNMENT = 16
 
@@ -43,11 +51,13 @@ class SelectedPlan:
         self._check = Checker(problem, device, self.kernel.strides)
         #: True if the operands, or the first few, fit; False means that the checks in Python decide.
         self.fits = self._check.fits
+        self._is_along = False
         self._launch = self.kernel.bind(problem, device)
         self._workspace_size = self.kernel.workspace(problem, device)
+        self._needs_workspace = self._workspace_size > 0 and not self.kernel.scratch(problem, device)
         operands = OPS[problem.op].operands
         self.output_indices = tuple(i for i, operand in enumerate(operands) if operand.output)
-        self._output_specs = tuple(
+        self._take_specs(
             (shape := operand.shape(problem), contiguous_strides(shape), operand.elements(problem)[0].dtype)
             if needed(problem, operand)
             else None
@@ -55,9 +65,22 @@ class SelectedPlan:
             if operand.output
         )
 
+    def _take_specs(self, specs: Iterable[OutputSpec | None]) -> None:
+        """Make outputs of these shapes, strides and types from now on."""
+        self._output_specs, device = tuple(specs), self.device
+        # What torch.empty returns, in two thirds of the time.
+        self._makers = tuple(
+            None if spec is None else partial(torch.empty_strided, spec[0], spec[1], dtype=spec[2], device=device)
+            for spec in self._output_specs
+        )
         self._large_on_cpu = device.type == "cpu" and any(
             spec and prod(spec[0]) * spec[2].itemsize >= LARGE for spec in self._output_specs
         )
+        self._compute: Callable[[tuple[Value, ...]], tuple[Any, ...] | None] = _not_compiled
+        if self._check.native is not None and not self._large_on_cpu:
+            workspace = self.allocate_workspace if self._needs_workspace else None
+            computation = _host.Computation(self._check.native, self._is_along, self._makers, workspace, self._launch)
+            self._compute = computation.compute
 
     def only(self, *read: str, dtype: torch.dtype | None = None) -> Self:
         """This plan for callers that read these outputs alone: its kernel skips the others where it can.
@@ -74,13 +97,35 @@ class SelectedPlan:
         if dtype is not None and dtype.itemsize == 2 and narrows and (last := specs[-1]) is not None:
             specs[-1] = (*last[:2], dtype)
         made = copy(self)
-        made._output_specs = tuple(specs)
+        made._take_specs(specs)
         return made
+
+    def along(self, axes: Shape) -> Self:
+        """This plan with other axes in place of a matrix's rows: `compute` takes and makes tensors that have them.
+
+        A view of a tensor takes torch as long as a small kernel, and the kernels read memory alone.
+        """
+        made = copy(self)
+        made.fits, made._is_along = self._check.fits_along, True
+        if self.kernel.backend is BackendKind.REFERENCE:  # which looks at shapes
+            made._launch = lambda operands, workspace: self._launch(self._as_matrices(operands), workspace)
+        made._take_specs(
+            ((*axes, spec[0][1]), contiguous_strides((*axes, spec[0][1])), spec[2])
+            if spec and len(spec[0]) == 2
+            else spec
+            for spec in self._output_specs
+        )
+        return made
+
+    def _as_matrices(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        return tuple(
+            value.reshape(shape) if isinstance(value, Tensor) and len(shape) == 2 and value.ndim != 2 else value
+            for value, (_, _, shape, *_) in zip(operands, self._check.rules, strict=False)
+        )
 
     def allocate_outputs(self) -> tuple[Tensor | None, ...]:
         """Fresh outputs in the order of the op's row; None for those this problem can do without."""
-        device, empty = self.device, torch.empty_strided  # what torch.empty returns, in two thirds of the time
-        outputs = tuple([spec and empty(spec[0], spec[1], dtype=spec[2], device=device) for spec in self._output_specs])
+        outputs = tuple([None if make is None else make() for make in self._makers])
         if self._large_on_cpu:
             for output in outputs:
                 if output is not None and output.nbytes >= LARGE:
@@ -119,10 +164,15 @@ class SelectedPlan:
 
     def compute(self, inputs: tuple[Value, ...]) -> tuple[Any, ...]:
         """Check the inputs and run into fresh outputs; inputs whose strides the kernel does not take are copied."""
-        if not self.fits(inputs) and not self._check.fit(inputs):
-            inputs = self.arrange(inputs)
+        if (computed := self._compute(inputs)) is not None:
+            return computed
+        if not self.fits(inputs):
+            if self._is_along:
+                inputs = self._as_matrices(inputs)
+            if not self._check.fit(inputs):
+                inputs = self.arrange(inputs)
         outputs = self.allocate_outputs()
-        self._launch(inputs + outputs, self.allocate_workspace() if self._workspace_size else None)
+        self._launch(inputs + outputs, self.allocate_workspace() if self._needs_workspace else None)
         return outputs
 
     def arrange(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
@@ -242,6 +292,10 @@ class Plan(SelectedPlan, Generic[D, A]):
         _require_type("stream", stream, torch.cuda.Stream)
         with torch.cuda.stream(stream):
             self.launch(operands, workspace)
+
+
+def _not_compiled(inputs: tuple[Value, ...]) -> None:
+    """The quick computation where there is none."""
 
 
 def _require_type(name: str, value: object, expected: type, remedy: str = "") -> None:

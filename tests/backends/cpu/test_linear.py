@@ -196,23 +196,25 @@ def test_a_native_linear_with_nonsense_is_refused() -> None:
             _cpu.Linear(*wrong)
     linear = _cpu.Linear(2, 3, 4, 2, 4, 4, 0)
     act, weight, out = torch.ones(2, 4, dtype=torch.int8), torch.ones(3, 4, dtype=torch.int8), torch.empty(2, 3)
-    workspace = torch.empty(linear.workspace(), dtype=torch.uint8)
-    scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2, 0, -1)
-    good = [0, -1, act.data_ptr(), -1, weight.data_ptr(), -1, 0, -1, scales, 0]
-    good += [workspace.data_ptr(), out.data_ptr(), 1]
-    linear.run(*good)
-    assert torch.equal(out, torch.full((2, 3), 4.0))
+    workspace = torch.empty(linear.workspace() + 8, dtype=torch.uint8)
+    good = (act, 1.0, None, weight, 1.0, None, None, None, None, out)
+    for room in (workspace, None):
+        linear.launch(good, room)
+        assert torch.equal(out, torch.full((2, 3), 4.0))
+        out.zero_()
     for position, value in [
-        (2, 0), (3, -2), (4, 0), (5, -2), (6, act.data_ptr()), (7, -2), (8, scales[:9]), (8, (0, 7, *scales[2:])),
-        (8, (*scales[:11], -2)), (10, 0), (10, workspace.data_ptr() + 8), (11, 0), (12, 0),
+        (0, None), (0, act.to("meta")), (1, "one"), (3, None), (4, act.int()), (5, act), (8, act.view(torch.uint8)),
+        (9, None),
     ]:  # fmt: skip
-        call = list(good)
-        call[position] = value
+        with pytest.raises((ValueError, TypeError, BufferError, RuntimeError)):
+            linear.launch((*good[:position], value, *good[position + 1 :]), workspace)
+    for given, room in [(good[:9], workspace), (list(good), workspace), (good, workspace[8:]), (good, "room")]:
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            linear.launch(given, room)
+    scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2, 0, -1)
+    for wrong in (scales[:9], (0, 7, *scales[2:]), (*scales[:11], -2)):
         with pytest.raises((ValueError, TypeError)):
-            linear.run(*call)
-    dynamic = _cpu.Linear(2, 3, 4, 2, 4, 4, 0, 0, quantization)
-    with pytest.raises(ValueError, match="scale"):
-        dynamic.run(*good)
+            linear.epilogue(out.data_ptr(), wrong, 0, 0, out.data_ptr(), 1)
     with pytest.raises(ValueError, match="address"):
         linear.epilogue(0, scales, 0, 0, out.data_ptr(), 1)
     with pytest.raises(ValueError, match="weight_sum"):

@@ -147,16 +147,15 @@ def test_a_native_weight_only_linear_with_nonsense_is_refused() -> None:
             _cpu.WeightOnlyLinear(*wrong)
     linear = _cpu.WeightOnlyLinear(2, 3, 4, 2, 4, 0)
     x, weight, scale, out = torch.ones(2, 4), torch.ones(3, 4, dtype=torch.int8), torch.ones(3, 1), torch.empty(2, 3)
-    workspace = torch.empty(linear.workspace(), dtype=torch.uint8)
-    good = [x.data_ptr(), -1, weight.data_ptr(), -1, scale.data_ptr(), 2, -1, 0, -1, 0, 2, 0, -1]
-    good += [workspace.data_ptr(), out.data_ptr(), 1]
-    linear.run(*good)
-    assert torch.equal(out, torch.full((2, 3), 4.0))
-    for position, value in [
-        (0, 0), (1, -2), (2, 0), (3, -2), (4, 0), (5, 4), (6, -2), (8, -2), (10, 4), (12, -2), (13, 0),
-        (13, workspace.data_ptr() + 8), (14, 0), (15, 0),
-    ]:  # fmt: skip
-        call = list(good)
-        call[position] = value
-        with pytest.raises((ValueError, TypeError)):
-            linear.run(*call)
+    workspace = torch.empty(linear.workspace() + 8, dtype=torch.uint8)
+    good = (x, weight, scale, None, None, None, out)
+    for room in (workspace, None):
+        linear.launch(good, room)
+        assert torch.equal(out, torch.full((2, 3), 4.0))
+        out.zero_()
+    for position, value in [(0, None), (0, "x"), (1, None), (2, None), (2, 1.0), (2, weight), (4, weight), (6, None)]:
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            linear.launch((*good[:position], value, *good[position + 1 :]), workspace)
+    for operands, room in [(good[:6], workspace), (list(good), workspace), (good, workspace[8:]), (good, "room")]:
+        with pytest.raises((ValueError, TypeError, RuntimeError)):
+            linear.launch(operands, room)

@@ -17,6 +17,9 @@ except ImportError as error:
 else:
     MISSING = None
 
+#: Bytes of workspace that a thread keeps for its next call.
+MOST_SCRATCH = 4 << 20
+
 
 def _declines(problem: Problem, device: torch.device) -> str | None:
     return MISSING or (None if device.type == "cpu" else f"runs on the CPU, not on {device.type}")
@@ -41,7 +44,7 @@ def _workspace(problem: Problem, device: torch.device) -> int:
 def _bind_linear(problem: Problem, device: torch.device) -> Launch:
     from . import linear
 
-    return linear.Bound(problem)
+    return linear.bind(problem)
 
 
 def _linear_workspace(problem: Problem, device: torch.device) -> int:
@@ -50,16 +53,27 @@ def _linear_workspace(problem: Problem, device: torch.device) -> int:
     return linear.Layout(problem).size
 
 
+def _linear_scratch(problem: Problem, device: torch.device) -> bool:
+    from . import linear
+
+    layout = linear.Layout(problem)
+    return not layout.library and layout.size <= MOST_SCRATCH
+
+
 def _bind_weight_only(problem: Problem, device: torch.device) -> Launch:
     from . import weight_only
 
-    return weight_only.bind(problem)
+    return weight_only.native_linear(problem).launch
 
 
 def _weight_only_workspace(problem: Problem, device: torch.device) -> int:
     from . import weight_only
 
     return weight_only.native_linear(problem).workspace()
+
+
+def _weight_only_scratch(problem: Problem, device: torch.device) -> bool:
+    return _weight_only_workspace(problem, device) <= MOST_SCRATCH
 
 
 def _bind_producer(problem: Problem, device: torch.device) -> Launch:
@@ -102,6 +116,7 @@ KERNELS = (
         declines=_declines,
         bind=_bind_linear,
         workspace=_linear_workspace,
+        scratch=_linear_scratch,
         arch=_arch,
         strides="rows",
     ),
@@ -112,6 +127,7 @@ KERNELS = (
         declines=_declines,
         bind=_bind_weight_only,
         workspace=_weight_only_workspace,
+        scratch=_weight_only_scratch,
         arch=_arch,
         strides="rows",
     ),

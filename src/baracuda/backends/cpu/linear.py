@@ -13,8 +13,8 @@ from torch import Tensor
 from ... import _cpu
 from ...core.problem import Problem, activation_problem
 from ...core.types import DynamicRangeMode, ElementKind, QuantizeKind
-from ..registry import Value
-from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, F32, SMALL, native_plan, pitch, threads_for
+from ..registry import Launch, Value
+from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, F32, native_plan, pitch, threads_for
 
 #: K up to which |a| <= 128 times |w| <= 128 cannot leave 32 bits, whatever the data.
 _LIBRARY_LIMIT = (2**31 - 1) // 2**14
@@ -57,13 +57,12 @@ class Layout:
         self.act_scale = self._part(m * 8 if self.dynamic else 0)
         self.act_zero_point = self._part(m * 4 if self.dynamic else 0)
         self.keys = self._part(native_plan(activation_problem(p)).workspace() if self.dynamic and self.library else 0)
-        # A call either multiplies with the library or not, so both ways use the same bytes.
-        self.prepared = self.size
         self.shifted = self._part(m * k if self.shifts else 0)
         self.weight = self._part(n * k if self.library and p.weight.is_packed else 0)
         self.weight_sum = self._part(n * 4 if self.sums else 0)
         self.acc = self._part(m * n * 4 if self.library else 0)
-        self.size = max(self.size, self.prepared + native_linear(p).workspace())
+        # A call either multiplies with the library or not, so both ways use the same bytes.
+        self.size = max(self.size, native_linear(p).workspace())
 
     def _part(self, size: int) -> slice:
         start = self.size
@@ -71,53 +70,52 @@ class Layout:
         return slice(start, start + size)
 
 
-def native_linear(p: Problem, quantization: _cpu.Plan | None = None) -> _cpu.Linear:
+def native_linear(p: Problem) -> _cpu.Linear:
     (m, n, k), element, quantized, weight = p.shape, ELEMENTS[p.element], ELEMENTS[p.quantized], ELEMENTS[p.weight]
+    quantization = native_plan(activation_problem(p)) if p.op is QuantizeKind.QUANTIZED_LINEAR else None
     return _cpu.Linear(m, n, k, element, quantized, weight, ACTIVATIONS[p.nonlinearity], p.weight_group, quantization)
 
 
-class Bound:
+def bind(p: Problem) -> Launch:
+    """One native call; for many rows the library's product, where the call's strides allow it."""
+    layout, native = Layout(p), native_linear(p)
+    return ByLibrary(p, layout, native) if layout.library else native.launch
+
+
+class ByLibrary:
     """A linear bound to one problem: the launch."""
 
-    def __init__(self, p: Problem) -> None:
-        self.p, self.layout = p, Layout(p)
-        m, n, k = self.shape = p.shape
-        self.quantize = native_plan(activation_problem(p)) if self.layout.dynamic else None
-        self.native = native_linear(p, self.quantize)
+    def __init__(self, p: Problem, layout: Layout, native: _cpu.Linear) -> None:
+        self.p, self.layout, self.native, self.shape = p, layout, native, p.shape
+        self.quantize = native_plan(activation_problem(p)) if layout.dynamic else None
         self.asymmetric = p.mode is DynamicRangeMode.ASYMMETRIC
         self.scale_code = ELEMENTS[p.scale_element]
-        self.small = m * n * max(k, 1) < SMALL
 
     def __call__(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None:
-        if self.layout.dynamic:
-            self._dynamic(operands, workspace)
+        weight = cast(Tensor, operands[1 if self.layout.dynamic else 3])
+        if _overlaps(weight) or (not self.layout.dynamic and _overlaps(cast(Tensor, operands[0]))):
+            self.native.launch(operands, workspace)
+        elif self.layout.dynamic:
+            self._dynamic(operands, cast(Tensor, workspace))
         else:
-            self._static(operands, workspace)
+            self._static(operands, cast(Tensor, workspace))
 
-    def _dynamic(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+    def _dynamic(self, operands: tuple[Value, ...], workspace: Tensor) -> None:
         x, weight, weight_scale, bias, weight_sum, residual, factor, act_q, act_scale, out = operands
-        base, layout = 0 if workspace is None else workspace.data_ptr(), self.layout
+        base, layout = workspace.data_ptr(), self.layout
         act = base + layout.act_q.start if act_q is None else _address(act_q)
         scale = base + layout.act_scale.start if act_scale is None else _address(act_scale)
         zero_point = base + layout.act_zero_point.start if self.asymmetric else 0
         scales = (scale, self.scale_code, 1.0, zero_point, 0, *_others(weight_scale, bias, residual))
         x, weight = cast(Tensor, x), cast(Tensor, weight)
-        x_address, x_pitch = x.data_ptr(), pitch(x)
-        if not layout.library or _overlaps(weight):
-            self.native.run(
-                x_address, x_pitch, act, DENSE, weight.data_ptr(), pitch(weight), *_factors(factor), scales,
-                0 if weight_sum is None else _address(weight_sum), base + layout.prepared, _address(out),
-                1 if self.small else torch.get_num_threads(),
-            )  # fmt: skip
-            return
-        workspace = cast(Tensor, workspace)
         m, _, k = self.shape
         plan = cast("_cpu.Plan", self.quantize)
-        plan.run_dynamic(x_address, x_pitch, scale, zero_point, act, base + layout.keys.start, threads_for(m * k))
+        keys, threads = base + layout.keys.start, threads_for(m * k)
+        plan.run_dynamic(x.data_ptr(), pitch(x), scale, zero_point, act, keys, threads)
         stored = _view(workspace, layout.act_q, self.p.quantized.dtype, (m, k)) if act_q is None else act_q
         self._multiply(cast(Tensor, stored), scales, weight, weight_sum, factor, out, workspace)
 
-    def _static(self, operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+    def _static(self, operands: tuple[Value, ...], workspace: Tensor) -> None:
         act_q, act_scale, act_zero_point, weight, weight_scale, bias, weight_sum, residual, factor, out = operands
         act, weight, kind = cast(Tensor, act_q), cast(Tensor, weight), self.p.quantized
         zero_point = int(act_zero_point) if act_zero_point is not None else 0
@@ -128,15 +126,8 @@ class Bound:
         else:
             scale = 0, F32, float(cast(float, act_scale))
         scales = (*scale, 0, zero_point, *_others(weight_scale, bias, residual))
-        if self.layout.library and not _overlaps(act) and not _overlaps(weight):
-            self._multiply(act, scales, weight, weight_sum, factor, out, cast(Tensor, workspace))
-            return
-        base = 0 if workspace is None else workspace.data_ptr()
-        self.native.run(
-            0, DENSE, act.data_ptr(), pitch(act), weight.data_ptr(), pitch(weight), *_factors(factor), scales,
-            0 if weight_sum is None else _address(weight_sum), base + self.layout.prepared, _address(out),
-            1 if self.small else torch.get_num_threads(),
-        )  # fmt: skip
+        matrix = act if act.ndim == 2 else act.view(self.shape[0], self.shape[2])
+        self._multiply(matrix, scales, weight, weight_sum, factor, out, workspace)
 
     def _multiply(
         self, act_q: Tensor, scales: _cpu.Scales, weight: Tensor, weight_sum: Value, factor: Value, out: Value,
