@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 
+from . import _ggml as ggml
 from .common import Bar, Body, arguments, interleaved, machine, per_call, show_bars, table, write_json
 
 THREADS = 2
@@ -236,27 +239,51 @@ def _onnxruntime_quantize(x: Tensor) -> dict[str, Body]:
 # -- linears -----------------------------------------------------------------------------------------------------
 
 
+#: What the copies of a weight have together, so that none is in a cache when its turn comes again.
+COLD = 128 << 20
+
+
+def _cold(weight: Tensor, body: Callable[[Tensor], object]) -> Body:
+    """The body over copies of the weight in turn, as a decode step meets one weight after the other."""
+    copies = cycle([weight.clone() for _ in range(-(-COLD // weight.nbytes))])
+    return lambda: body(next(copies))
+
+
 def _linears() -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for m, n, k in ((512, 4096, 4096), (1, 4096, 4096)):
         x, weight = torch.randn(m, k), torch.randn(n, k)
-        weight_q, weight_scale, _ = baracuda.dynamic_quantize(weight)
+        weight_q, scale, _ = baracuda.dynamic_quantize(weight)
         out = torch.empty(m, n)
-        seconds = interleaved(
-            {
-                "f32": lambda x=x, weight=weight: torch.nn.functional.linear(x, weight),
-                "ours": lambda x=x, q=weight_q, s=weight_scale, out=out: baracuda.quantized_linear(x, q, s, out=out),
-            },
-            repeats=12 if m > 1 else 60,
-            seconds=4.0,
-        )
+        bodies = {
+            "f32": _cold(weight, lambda w, x=x: torch.nn.functional.linear(x, w)),  # type: ignore[misc]
+            "ours": _cold(weight_q, lambda w, x=x, s=scale, out=out: baracuda.quantized_linear(x, w, s, out=out)),  # type: ignore[misc]
+        }
+        if m == 1:
+            bodies |= _one_token(x, weight, weight_q, out)
+        seconds = interleaved(bodies, repeats=12 if m > 1 else 600, seconds=4.0)
         results.append({"m": m, "n": n, "k": k, "seconds": seconds, "ratio": seconds["f32"] / seconds["ours"]})
     rows = [
-        (f"{r['m']} x {r['n']} x {r['k']}", r["seconds"]["ours"] * 1e3, r["seconds"]["f32"] * 1e3, r["ratio"])
+        (f"{r['m']} x {r['n']} x {r['k']}", name, seconds * 1e3, r["seconds"]["f32"] / seconds)
         for r in results
+        for name, seconds in r["seconds"].items()
     ]
-    table("quantized_linear, f32 (ms)", ("m x n x k", "ours", "F.linear", "ratio"), rows)
+    table("linears, f32 in and out; ours is W8A8", ("m x n x k", "who", "ms", "times as fast as F.linear"), rows)
     return results
+
+
+def _one_token(x: Tensor, weight: Tensor, weight_q: Tensor, out: Tensor) -> dict[str, Body]:
+    """Our W4A8, llama.cpp where it is installed, and what reading the packed weights alone takes."""
+    packed, scale, _ = baracuda.dynamic_quantize(weight, scope=PerChannel(0), dtype="s4")
+    found = {
+        "W4A8": _cold(packed, lambda w: baracuda.quantized_linear(x, w, scale, weight_element="s4", out=out)),
+        "reading 8 bits": _cold(weight_q, lambda w: w.view(torch.float64).sum()),
+        "reading 4 bits": _cold(packed, lambda w: w.view(torch.float64).sum()),
+    }
+    for name, each in ggml.bodies(x, weight, THREADS, COLD).items():
+        turns = cycle(each)
+        found[name] = lambda turns=turns: next(turns)()  # type: ignore[misc]
+    return found
 
 
 # -- bars --------------------------------------------------------------------------------------------------------
@@ -284,6 +311,12 @@ def _bars(rows: list[Row], copied: int) -> Iterator[Bar]:
 def _linear_bars(linears: list[dict[str, Any]]) -> Iterator[Bar]:
     for needed, result in zip((2.5, 3.0), linears, strict=False):
         yield Bar(f"quantized_linear m={result['m']} over F.linear in f32", needed, result["ratio"])
+        seconds = result["seconds"]
+        for who, bits, peer in (("ours", 8, "llama.cpp Q8_0"), ("W4A8", 4, "llama.cpp Q4_0")):
+            if who in seconds and (reading := seconds.get(f"reading {bits} bits")):
+                yield Bar(f"one token, {bits}-bit weight: of the read rate", 0.85, reading / seconds[who])
+            if who in seconds and peer in seconds:
+                yield Bar(f"one token, {bits}-bit weight, over {peer}", 1.0, seconds[peer] / seconds[who])
 
 
 def _overheads() -> Iterator[Bar]:
