@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ..nn.siblings import Sibling, Siblings, siblings_of, why_not_one
+from ..nn.siblings import Sibling, Siblings, siblings_of
+from ..nn.stacking import why_not_one
 
 #: What a model is called with: its keyword arguments, or its arguments.
 Inputs = Mapping[str, Any] | Sequence[Any]
