@@ -21,7 +21,7 @@ from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() and not INTERPRETING else "cpu")
+DEVICE = torch.device("cuda:0" if torch.cuda.is_available() and not INTERPRETING else "cpu")
 N, K = 40, 96
 #: Every number of rows up to 300, then the powers of two; the interpreter is a thousand times slower.
 SIZES = [*range(1, 301), *(2**i for i in range(9, 14))] if not INTERPRETING else [1, 2, 16, 17, 33]

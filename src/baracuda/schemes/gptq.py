@@ -127,7 +127,7 @@ def descend(
                 if block.stop < group:
                     slope[block.stop :].addmm_(own[block.stop :, block], moved, alpha=-1)
             gradient.addmm_(hessian[:, span], (codes * s[index]).sub_(before), alpha=-1)
-    error = (target - q * s.repeat_interleave(group, 0)).mul_(gradient).sum(0)
+    error = _column_sums((target - q * s.repeat_interleave(group, 0)).mul_(gradient))
     return Descent(q.t().contiguous(), s.t().contiguous(), error)
 
 
@@ -151,12 +151,20 @@ def _best_scale(
     hessian: Tensor, codes: Tensor, slope: Tensor, scale: Tensor, stored: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The scales `[N]` of a group that its integers would like best, where storing them leaves them better."""
-    along = (codes * slope).sum(0)
-    curvature = (codes * (hessian @ codes)).sum(0)
+    along = _column_sums(codes * slope)
+    curvature = _column_sums(codes * (hessian @ codes))
     wanted = scale + along / curvature
     rounded = stored(torch.where((curvature > 0) & (wanted > 0), wanted, scale))
     # The error is a parabola around `wanted`: rounding may have moved the scale further away than it was.
     return torch.where((rounded - wanted).abs() < (scale - wanted).abs(), rounded, scale)
+
+
+def _column_sums(x: Tensor) -> Tensor:
+    """The sum of each column in one order. That of torch depends on how many columns there are, and on the threads."""
+    while len(x) > 1:
+        half = len(x) // 2
+        x = torch.cat([x[:half] + x[half : 2 * half], x[2 * half :]])
+    return x[0]
 
 
 def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> Tensor:
