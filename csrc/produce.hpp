@@ -41,15 +41,17 @@ inline void put_floats(int element, M* y, int64_t n, char* to) {
     narrow<M>(element, y, n, to);
 }
 
-// The sum of a row of n values in the order that job.hpp lays down; add(first, n, lanes) adds values to lanes.
+// The sum of a row of n values: the blocks, lanes and steps of job.hpp, but of lanes, and of blocks, neighbours are added
+// until one is left. add(first, n, lanes) adds values to lanes.
 template <class Add>
 inline double row_sum(int64_t n, const Add& add) {
     constexpr int64_t BLOCK = SUM_LANES * SUM_STEPS;
     alignas(64) double lanes[SUM_LANES];
-    auto halved = [&](double* sums, int64_t used) {
-        for (int64_t half = power_of_two(used) / 2; half > 0; used = half, half /= 2) {
-            const int64_t upper = used - half;
-            IVDEP for (int64_t i = 0; i < upper; ++i) sums[i] += sums[i + half];
+    auto neighbours = [&](double* sums, int64_t used) {
+        for (; used > 1; used = (used + 1) / 2) {
+            const int64_t pairs = used / 2;
+            for (int64_t i = 0; i < pairs; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+            if (used % 2) sums[pairs] = sums[used - 1];
         }
         return sums[0];
     };
@@ -57,14 +59,14 @@ inline double row_sum(int64_t n, const Add& add) {
         const int64_t end = least(n, first + BLOCK), used = least(SUM_LANES, end - first);
         for (int64_t i = 0; i < used; ++i) lanes[i] = 0;
         for (int64_t e = first; e < end; e += SUM_LANES) add(e, least(SUM_LANES, end - e), lanes);
-        return halved(lanes, used);
+        return neighbours(lanes, used);
     };
     if (n <= BLOCK) return 0.0 + block(0);
     const int64_t blocks = (n + BLOCK - 1) / BLOCK, used = least(SUM_LANES, blocks);
     alignas(64) double totals[SUM_LANES];
     for (int64_t i = 0; i < used; ++i) totals[i] = 0;
     for (int64_t b = 0; b < blocks; ++b) totals[b % SUM_LANES] += block(b * BLOCK);
-    return halved(totals, used);
+    return neighbours(totals, used);
 }
 
 template <class M>

@@ -347,7 +347,7 @@ def held(values: Array, kind: ElementKind) -> Array:
 
 
 def row_sum(row: Array) -> np.float64:
-    """The sum of a row in the order of the contract: lanes, their halves, and the blocks of them as one more."""
+    """The sum of a row in the order of the contract: lanes, neighbouring ones, and the blocks of them as one more."""
 
     def blocks(values: list[Any], lanes: int, steps: int) -> list[Any]:
         found = []
@@ -356,8 +356,7 @@ def row_sum(row: Array) -> np.float64:
             for i, value in enumerate(values[first : first + lanes * steps]):
                 sums[i % lanes] = sums[i % lanes] + value
             while len(sums) > 1:
-                half = len(sums) // 2
-                sums = [sums[i] + sums[half + i] for i in range(half)]
+                sums = [sums[i] + sums[i + 1] for i in range(0, len(sums), 2)]
             found.append(sums[0])
         return found
 

@@ -78,11 +78,11 @@ def segment_sums(values: Tensor, view: View) -> Tensor:
     return block_sums(units, SUM_LANES, max(1, -(-len(units) // SUM_LANES)))[0]
 
 
-def block_sums(values: Tensor, lanes: int, steps: int) -> Tensor:
+def block_sums(values: Tensor, lanes: int, steps: int, neighbours: bool = False) -> Tensor:
     """The sums of blocks of lanes * steps values along the first axis.
 
     Each lane adds up every lanes-th value of its block, from zero and in order; then the upper half of the lanes is
-    added to the lower half until one is left.
+    added to the lower half, or each lane to its neighbour, until one is left.
     """
     blocks = max(1, -(-len(values) // (lanes * steps)))
     padded = values.new_zeros(blocks * lanes * steps, *values.shape[1:])
@@ -93,7 +93,7 @@ def block_sums(values: Tensor, lanes: int, steps: int) -> Tensor:
         sums = sums + padded[:, step]
     while sums.shape[1] > 1:
         half = sums.shape[1] // 2
-        sums = sums[:, :half] + sums[:, half:]
+        sums = sums[:, ::2] + sums[:, 1::2] if neighbours else sums[:, :half] + sums[:, half:]
     return sums[:, 0]
 
 
@@ -165,8 +165,8 @@ def linear(acc: Tensor, scale_a: Tensor, scale_w: Tensor, bias: Tensor | None, m
 def normalized(h: Tensor, weight: Tensor | None, bias: Tensor | None, p: Problem) -> Tensor:
     """The norm of the rows of h, `[rows, D]` in the type of the problem's element, and as such.
 
-    Sums are taken in f64 and in the order of `segment_sums`; so are the quotients and the root, which IEEE 754 rounds
-    alike everywhere. All that follows is done in the math type.
+    Sums are taken in f64 and in one order; so are the quotients and the root, which IEEE 754 rounds alike everywhere.
+    All that follows is done in the math type.
     """
     size, dtype = as_tensor(h.shape[1], torch.float64, h.device), p.element.math.dtype
     x = h.to(torch.float64)
@@ -191,9 +191,9 @@ def root(x: Tensor) -> Tensor:
 
 
 def row_sums(x: Tensor) -> Tensor:
-    """The sum of each row, `[rows, 1]`."""
-    view = View(1, x.shape[0], x.shape[1], 1)
-    return segment_sums(x.reshape(view.shape), view).view(-1, 1)
+    """The sum of each row, `[rows, 1]`: blocks as in `segment_sums`, in which a GPU's thread has neighbouring lanes."""
+    blocks = block_sums(x.T, SUM_LANES, SUM_STEPS, neighbours=True)
+    return block_sums(blocks, SUM_LANES, max(1, -(-len(blocks) // SUM_LANES)), neighbours=True)[0].view(-1, 1)
 
 
 def gated(gate: Tensor, up: Tensor, p: Problem) -> Tensor:

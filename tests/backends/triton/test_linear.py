@@ -223,15 +223,18 @@ else:
         residual = VECTOR.bfloat16() if nonlinearity is Activation.GELU else None
         forms, kinds = binding.term_forms(VECTOR, None, VECTOR, None, 1, residual, nonlinearity)
         source = few_launch.few_source(tile, Form(weight.is_packed, group, early), torch.bfloat16, forms, kinds, n)
-        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": early != "no"}
+        options = {"enable_fp_fusion": False, "num_warps": tile.warps, "launch_pdl": early != "no"}
+        options |= {"maxnreg": tile.thread_registers} if weight.is_packed and tile.wgmma else {}
         return tile, triton.compile(source, target=HOPPER, options=options)
 
     FEW = [(1, ElementKind.S8, 0), (8, ElementKind.S8, 0), (64, ElementKind.S8, 0)]
     FEW += [(1, ElementKind.S4, 0), (1, ElementKind.S4, 128), (16, ElementKind.S4, 32), (16, ElementKind.S4, 512)]
+    FEW += [(8, ElementKind.S4, 128), (32, ElementKind.S4, 64), (64, ElementKind.S4, 128)]
 
     @pytest.mark.parametrize("m, weight, group", FEW)
-    def test_the_kernel_for_few_tokens_fits_as_often_as_its_tile_says(m, weight, group) -> None:
-        tile, compiled = compile_few(m, 14336, 4096, weight, group)
+    @pytest.mark.parametrize("n", [4096, 14336])
+    def test_the_kernel_for_few_tokens_fits_as_often_as_its_tile_says(m, n, weight, group) -> None:
+        tile, compiled = compile_few(m, n, 4096, weight, group)
         ptx = compiled.asm["ptx"]
         product = r"wgmma\.mma_async\S+\.s32\.s8\.s8" if tile.wgmma else r"mma\.sync\S+\.s32\.s8\.s8\.s32"
         assert re.search(product, ptx)
@@ -257,9 +260,12 @@ else:
     @pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 16), (8, 48), (136, 4112)])
     def test_rows_are_folded_no_further_than_the_copy_engine_can_address(m, n, k) -> None:
         for packed, group in ((False, 0), (True, 0), (True, 32), (True, 128)):
-            if (packed and (m > linear_tune.FEW_TOKENS_PACKED or k % 32)) or (group and k % group):
+            if (packed and k % 32) or (group and k % group):
                 continue
             tile = linear_tune.few(m, n, k, packed, group, 132)
+            if tile is None:  # decoding warps are faster
+                assert packed and m > 16 and n * k > 2**25
+                continue
             assert m * tile.fold <= tile.tokens and k % (tile.fold * (32 if packed else 16)) == 0
             assert not group or k // tile.fold % group == 0
             assert 0 < tile.grid(n, 132) <= 132 * tile.programs
@@ -305,17 +311,19 @@ else:
         assert re.search(rf"wgmma\.mma_async\S+k16\.f32\.{name}\.{name}", ptx)
         assert (compiled.metadata.shared + 1024) * tile.programs <= LIMIT + 1024
         plain = case[1].is_packed and not case[5]
-        assert (f"mul.rn.{name}x2" in ptx) == plain and (f"cvt.rn.{name}x2.f32" in ptx) == (not plain or case[0] > 0)
+        assert (f"mul.rn.{name}x2" in ptx) == plain and (f"cvt.rn.{name}x2.f32" in ptx) == (not plain or not tile.apart)
         assert "fma.rn" not in ptx
 
-    @pytest.mark.parametrize("m, group, plain", [(1, 128, True), (8, 64, False), (16, 32, True), (32, 0, True)])
+    @pytest.mark.parametrize(
+        "m, group, plain", [(1, 128, True), (8, 64, False), (16, 32, True), (32, 0, True), (64, 128, True)]
+    )
     def test_few_tokens_multiply_weights_that_were_decoded_in_registers(m, group, plain, tmp_path) -> None:
-        tile = linear_tune.few_floats(m, 14336, 4096, 132)
+        tile = linear_tune.few_floats(m, 4096, 4096, 132)
         forms, kinds = binding.term_forms(None, None, None, None, 1)
         kinds = kinds._replace(scale="none", weight_scale="none")
         form = FloatForm(True, plain, group, plain, "prefetch")
         scale, zeros = ("*bf16", "*u8") if plain else ("*fp32", "*i32")
-        source = few_launch.few_floats_source(tile, form, torch.bfloat16, forms, kinds, 14336, scale, zeros)
+        source = few_launch.few_floats_source(tile, form, torch.bfloat16, forms, kinds, 4096, scale, zeros)
         options = {"enable_fp_fusion": False, "num_warps": tile.warps, "launch_pdl": True}
         compiled = triton.compile(source, target=HOPPER, options=options | {"maxnreg": tile.thread_registers})
         ptx, binary = compiled.asm["ptx"], tmp_path / "few.ptx"
@@ -327,13 +335,14 @@ else:
         assert " 0 bytes spill stores" in subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
     @pytest.mark.parametrize(
-        "n, k, parts", [(4096, 14336, 4), (4096, 4096, 1), (8192, 8192, 2), (14336, 4096, 1), (8, 512, 1)]
+        "n, k, parts",
+        [(4096, 14336, 4), (4096, 4096, 4), (6144, 4096, 2), (8192, 8192, 2), (14336, 4096, 1), (8, 512, 1)],
     )
     def test_the_parts_of_a_float_sum_depend_on_the_weight_alone(n, k, parts) -> None:
         for m in (1, 16, 17, 64, 65, 128, 129, 2048):
             tile = linear_tune.weight_only(m, n, k, True, 132)
-            if m <= linear_tune.FEW_FLOAT_TOKENS:
-                assert linear_tune.few_floats(m, n, k, 132).split == parts
+            few = linear_tune.few_floats(m, n, k, 132)
+            assert few.split == parts if few is not None else m > 32
             assert tile.split == parts and linear_tune.PART_OF_K % (2 * tile.k) == 0
         assert (parts - 1) * -(-k // parts // linear_tune.PART_OF_K) * linear_tune.PART_OF_K < k
 

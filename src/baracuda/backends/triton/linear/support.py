@@ -108,22 +108,18 @@ def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
 
 def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few:
     (m, n, k), packed = p.shape, p.weight.is_packed
-    if packed and m <= tune.FEW_FLOAT_TOKENS:
-        few = tune.few_floats(m, n, k, processors_of(device))
-        if tune.few_takes_groups(few, p.weight_group):
-            return few
+    few = tune.few_floats(m, n, k, processors_of(device)) if packed else None
+    if few is not None and tune.few_takes_groups(few, p.weight_group):
+        return few
     return tune.weight_only(m, n, k, packed, processors_of(device))
 
 
 def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
     """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
-    m, n, k = p.shape
-    packed = p.weight.is_packed
-    most = tune.FEW_TOKENS_PACKED if packed else tune.FEW_TOKENS
-    if m > most or p.mode is DynamicRangeMode.ASYMMETRIC:
+    if p.mode is DynamicRangeMode.ASYMMETRIC:
         return None
-    tile = tune.few(m, n, k, packed, p.weight_group, processors_of(device))
-    return tile if tune.few_takes_groups(tile, p.weight_group) else None
+    tile = tune.few(*p.shape, p.weight.is_packed, p.weight_group, processors_of(device))
+    return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None
 
 
 def describe_matmul(p: Problem, device: torch.device) -> str:

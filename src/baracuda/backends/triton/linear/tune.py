@@ -13,8 +13,6 @@ from ..tune import power_of_two
 
 #: The most tokens the kernel for few takes.
 FEW_TOKENS = 64
-#: The same of a packed weight, which it decodes in registers.
-FEW_TOKENS_PACKED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +112,10 @@ class Few:
     def thread_registers(self) -> int:
         return 65536 // self.programs // (32 * self.warps) // 8 * 8
 
+    def span(self, packed: bool) -> int:
+        """The weights along K of a step."""
+        return 2 * self.k if packed else self.k
+
     def grid(self, n: int, processors: int) -> int:
         """Programs that all have the same number of units, but for the last."""
         units = -(-n * self.fold // self.rows) * self.split
@@ -121,9 +123,14 @@ class Few:
         return -(-units // rounds)
 
 
-def few(m: int, n: int, k: int, packed: bool, group: int, processors: int) -> Few:
-    """A tile of tokens that is not full costs what a full one does: rows of the weight are folded until it is."""
-    tile = _few_packed(m, n, processors) if packed else _few(m, n, k, processors)
+def few(m: int, n: int, k: int, packed: bool, group: int, processors: int) -> Few | None:
+    """A tile of tokens that is not full costs what a full one does: rows of the weight are folded until it is.
+
+    None where the kernels for many tokens are faster.
+    """
+    tile = None if m > FEW_TOKENS else _few_packed(m, n, k, processors) if packed else _few(m, n, k, processors)
+    if tile is None:
+        return None
     fold, alignment = tile.fold, 32 if packed else 16
     while fold > 1 and (k % (fold * alignment) or (group and k // fold % group)):
         fold //= 2
@@ -143,16 +150,21 @@ def _few(m: int, n: int, k: int, processors: int) -> Few:
     return Few(64, 64, 128, 6, 2, 1, wgmma=True)
 
 
-def _few_packed(m: int, n: int, processors: int) -> Few:
+def _few_packed(m: int, n: int, k: int, processors: int) -> Few | None:
+    many_rows = n > 64 * processors
     if m == 1:
         return Few(8, 128, 128, 3, 4, 8)
     if m <= 4:
         return Few(8, 128, 256, 3, 2, 8 // power_of_two(m))
     if m <= 8:
-        return Few(16, 128, 128, 3, 3, 2)
-    if 3 * n <= 128 * processors:
-        return Few(32, 64, 256, 3, 2, 2)
-    return Few(16, 64, 256, 3, 2, 1) if n <= 128 * processors else Few(16, 128, 128, 3, 3, 1)
+        return Few(8, 64, 128, 4, 4, 1, wgmma=True) if many_rows else Few(16, 64, 128, 4, 4, 2, wgmma=True)
+    if m <= 16:
+        if 3 * n <= 128 * processors:
+            return Few(32, 64, 256, 3, 2, 2)
+        return Few(16, 64, 256, 3, 2, 1) if n <= 128 * processors else Few(16, 128, 128, 3, 3, 1)
+    if many_rows:
+        return Few(32 if m <= 32 else 64, 128, 128, 3, 2, 1, wgmma=True, warps=8)
+    return Few(64, 64, 128, 3, 3, 2 if m <= 32 else 1, wgmma=True) if n * k <= 2**25 else None
 
 
 def few_takes_groups(tile: Few, group: int) -> bool:
@@ -258,21 +270,19 @@ def packed(m: int, n: int, k: int, out_bytes: int, processors: int) -> Packed:
     return replace(tile, split=split, apart=split > 1)
 
 
-#: The most tokens that the weight-only kernel for few takes: for more, decoding warps are faster.
-FEW_FLOAT_TOKENS = 32
-
-
 def weight_only_split(n: int, k: int, processors: int) -> int:
     """The parts of K of a weight-only linear. They depend on the weight alone: they are part of the result."""
-    return parts(-(-n // 64), k, 3072, 2 * processors)
+    return parts(-(-n // 64), k, 1024, 2 * processors)
 
 
-def few_floats(m: int, n: int, k: int, processors: int) -> Few:
-    """The schedule of a packed weight-only linear and few tokens."""
+def few_floats(m: int, n: int, k: int, processors: int) -> Few | None:
+    """The schedule of a packed weight-only linear and few tokens; None where decoding warps are faster."""
     split, tokens = weight_only_split(n, k, processors), max(8, power_of_two(m))
     if m <= 16:
         return Few(tokens, 64, 128, 4 if m <= 8 else 3, 4, 1, wgmma=True, split=split)
-    return Few(tokens, 128, 128, 3, 2, 1, wgmma=True, split=split, warps=8)
+    if m <= 32:
+        return Few(tokens, 128, 128, 3, 2, 1, wgmma=True, split=split, warps=8)
+    return Few(64, 128, 64, 3, 2, 1, wgmma=True, split=split, warps=8) if m <= 64 and n * k <= 2**25 else None
 
 
 def weight_only(m: int, n: int, k: int, packed: bool, processors: int) -> Packed:

@@ -1,7 +1,7 @@
 """Norms and gated products: a program makes whole rows in registers and quantizes them before it stores anything.
 
 A row is read in parts, pairs of pairs of tiles, as the dynamic ranges do it (`dynamic.extremes`). A norm's part is one
-step of its sum over SUM_LANES lanes, in the order of `formulas.segment_sums`.
+step of its sum over SUM_LANES lanes, in the order of `formulas.row_sums`.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
@@ -152,14 +152,15 @@ def summed(
 
 
 @triton.jit
-def halved(lanes, COUNT: tl.constexpr):
-    """The lanes [1, COUNT] as one sum, [1]: the upper half is added to the lower half until one is left.
+def neighbours(lanes, COUNT: tl.constexpr):
+    """The lanes [1, COUNT] as one sum, [1]: neighbours are added until one is left.
 
-    Spelled out, since a reduction over a longer axis leaves its order to the layout; two terms have only one.
+    A thread has neighbours, so the first levels need no other thread. Spelled out, since a reduction over a longer axis
+    leaves its order to the layout; two terms have only one.
     """
     for i in tl.static_range(10):
         if (COUNT >> i) > 1:
-            lanes = tl.sum(tl.reshape(lanes, [1, 2, COUNT >> (i + 1)]), 1)
+            lanes = tl.sum(tl.reshape(lanes, [1, COUNT >> (i + 1), 2]), 2)
     return tl.reshape(lanes, [1])
 
 
@@ -171,7 +172,7 @@ def block_sums(
     COLS: tl.constexpr = TILE.columns
     if PARTS <= STEPS:
         zeros = tl.zeros([1, COLS], tl.float64)
-        return halved(summed(zeros, parts, mean, region, SQUARES, MASKED, PARTS, TILE), COLS)
+        return neighbours(summed(zeros, parts, mean, region, SQUARES, MASKED, PARTS, TILE), COLS)
     else:
         half: tl.constexpr = PARTS // 2
         near = block_sums(parts[0], mean, region, SQUARES, MASKED, half, TILE)
@@ -180,22 +181,12 @@ def block_sums(
 
 
 @triton.jit
-def pairwise(a, b, COUNT: tl.constexpr):
-    """The sums of the first blocks and of as many others, each with its like."""
-    if COUNT == 1:
-        return a + b
-    else:
-        near, far = pairwise(a[0], b[0], COUNT // 2), pairwise(a[1], b[1], COUNT // 2)
-        return near, far
-
-
-@triton.jit
 def total_of(sums, COUNT: tl.constexpr):
-    """The sums of COUNT blocks as one: the upper half is added to the lower half until one is left."""
+    """The sums of COUNT blocks as one: neighbours are added until one is left."""
     if COUNT == 1:
         return sums
     else:
-        return total_of(pairwise(sums[0], sums[1], COUNT // 2), COUNT // 2)
+        return total_of(sums[0], COUNT // 2) + total_of(sums[1], COUNT // 2)
 
 
 @triton.jit
@@ -280,7 +271,7 @@ def long_sum(x_ptr, start, mean, lines, line, width, SQUARES: tl.constexpr, TILE
         parts = load_parts(x_ptr, region, False, True, TILE.parts, TILE)
         block = block_sums(parts, mean, region, SQUARES, True, TILE.parts, TILE)
         totals += tl.where(lane == column // across % LANES, block[:, None], 0.0)
-    return halved(totals, LANES)
+    return neighbours(totals, LANES)
 
 
 @triton.jit

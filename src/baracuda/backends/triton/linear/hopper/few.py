@@ -196,22 +196,47 @@ def offsets_of(factors):
 
 
 @gluon.jit
+def decoded(packed, factors, BYTES: gl.constexpr, GROUP: gl.constexpr):
+    """The even and the odd weights of packed bytes."""
+    if GROUP > 0:
+        LAYOUT: gl.constexpr = packed.type.layout
+        return decode_grouped(packed, spread(factors, BYTES, LAYOUT), spread(offsets_of(factors), BYTES, LAYOUT))
+    else:
+        return decode(packed)
+
+
+@gluon.jit
+def part_tokens(x_buf):
+    """Bring the even activations of a step before the odd ones."""
+    BT: gl.constexpr = x_buf.shape[0]
+    SPAN: gl.constexpr = x_buf.shape[1]
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 16], [2, 16], [gl.num_warps(), 1], [1, 0])
+    x = x_buf.load(VECTORS)
+    barrier()
+    x_buf.store(gl.reshape(gl.permute(gl.reshape(x, [BT, SPAN // 2, 2]), [0, 2, 1]), [BT, SPAN]))
+    fence_async_shared()
+
+
+@gluon.jit
 def multiply(w_buf, x_buf, sums, factors, WGMMA: gl.constexpr, PACKED: gl.constexpr, GROUP: gl.constexpr):
     """Add a step's products to the sums: of even and odd weights apart, if they are packed."""
     MMA: gl.constexpr = sums[0].type.layout
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=4)
     B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=4)
-    if WGMMA:
+    BYTES: gl.constexpr = w_buf.shape[1]
+    if WGMMA and PACKED:
+        part_tokens(x_buf)
+        even, odd = decoded(w_buf.load(A), factors, BYTES, GROUP)
+        barrier()
+        acc = warpgroup_mma(even, x_buf.slice(0, BYTES, dim=1).permute((1, 0)), sums[0], is_async=True)
+        acc = warpgroup_mma(odd, x_buf.slice(BYTES, BYTES, dim=1).permute((1, 0)), acc, is_async=True)
+        sums = (warpgroup_mma_wait(num_outstanding=0, deps=(acc,)),)
+    elif WGMMA:
         acc = warpgroup_mma(w_buf, x_buf.permute((1, 0)), sums[0], is_async=True)
         sums = (warpgroup_mma_wait(num_outstanding=0, deps=(acc,)),)
     elif PACKED:
-        packed = w_buf.load(A)
         x_even, x_odd = even_and_odd(x_buf.permute((1, 0)).load(B))
-        if GROUP > 0:
-            BYTES: gl.constexpr = w_buf.shape[1]
-            even, odd = decode_grouped(packed, spread(factors, BYTES, A), spread(offsets_of(factors), BYTES, A))
-        else:
-            even, odd = decode(packed)
+        even, odd = decoded(w_buf.load(A), factors, BYTES, GROUP)
         sums = (mma_v2(even, x_even, sums[0]), mma_v2(odd, x_odd, sums[1]))
     else:
         sums = (mma_v2(w_buf.load(A), x_buf.permute((1, 0)).load(B), sums[0]),)
@@ -250,7 +275,7 @@ def gemm_few(
     x_desc, w_desc, w_ptr, factor_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile's rows of the folded weight. Packed activations come as int16: pairs along K."""
+    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs."""
     M, N, K = shape
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
@@ -271,7 +296,7 @@ def gemm_few(
     if FORM.early != "no":
         let_next_kernel_start()
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, BK], x_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, x_desc.block_type.shape[1]], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -309,7 +334,7 @@ def gemm_few(
             factors = load_factors(base, 0, K, FOLD, GROUP, SPAN)
             prefetch_factors(factor_ptr, unit + gl.num_programs(0), work, K, BN, FOLD, COVERS)
         sums = (gl.zeros((BN, BT), gl.int32, MMA),)
-        if PACKED:
+        if PACKED and not WGMMA:
             sums = appended(sums, gl.zeros((BN, BT), gl.int32, MMA))
         for k in range(work.steps):
             next_factors = (0,)

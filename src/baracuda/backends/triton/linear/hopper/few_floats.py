@@ -1,12 +1,15 @@
 """The weight-only GEMM for few tokens: out.T = decoded(weight) @ x.T, as fast as the packed weight can be read.
 
 Several programs share a multiprocessor, each with a ring of TMA copies in flight, as in `few`. Weights are decoded in
-registers, where they are the left operand of wgmma. The products are those of `packed`, in the same order of K, so a
-token has the same bits in both kernels.
+registers, where they are the left operand of wgmma. Integer instructions are the bound, so a word of eight weights is
+read by all four threads that share a row of an operand: thread t shifts the weights t and t + 4 into the halves of a
+register. Within eight neighbours along K the operands have that order; the activations are reordered in shared memory.
+One instruction adds up 16 products at once, so a token has the same bits as in `packed`.
 """
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...numerics.decode import decode_nibbles, decode_nibbles_exactly, halves
+from ...numerics.decode import decode_apart, decode_apart_exactly, halves
 from ..tune import PART_OF_K
 from .few import (
     Work,
@@ -74,6 +77,16 @@ def following(place, work, TILE: gl.constexpr):
     return unit, step, stage
 
 
+@triton.constexpr_function
+def words_layout(rows: int, words: int, warps: int, axes: int) -> gl.DistributedLinearLayout:
+    """[rows, words, thread of four], or all but the last: rows as in wgmma's left operand, words in vectors of four."""
+    registers = [[0, 1, 0], [0, 2, 0], [8, 0, 0], *([0, 1 << i, 0] for i in range(2, words.bit_length() - 1))]
+    lanes = [[0, 0, 1], [0, 0, 2], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
+    of_warps = [[16 << i, 0, 0] for i in range(warps.bit_length() - 1)]
+    bases = [[base[:axes] for base in some] for some in (registers, lanes, of_warps)]
+    return gl.DistributedLinearLayout(*bases, [], [rows, words, 4][:axes])
+
+
 @gluon.jit
 def load_groups(scale_ptr, zero_ptr, row, step, work, SPAN: gl.constexpr, FORM: gl.constexpr):
     """Tuples of the scales and shifts of the groups in a step, one for each row; behind the end of K, any."""
@@ -93,20 +106,41 @@ def load_groups(scale_ptr, zero_ptr, row, step, work, SPAN: gl.constexpr, FORM: 
 
 @gluon.jit
 def decoded(w_buf, scales, shifts, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
-    """A step's weights as floats, the left operand of wgmma: a byte is the two that lie in one register of it."""
+    """A step's weights as floats, the left operand of wgmma."""
     BN: gl.constexpr = w_buf.shape[0]
-    BK: gl.constexpr = w_buf.shape[1]
-    BYTES: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=1)
+    COUNT: gl.constexpr = w_buf.shape[1] // 4
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BN, COUNT], gl.int32)
+    WORDS: gl.constexpr = words_layout(BN, COUNT, gl.num_warps(), 2)
+    APART: gl.constexpr = words_layout(BN, COUNT, gl.num_warps(), 3)
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    packed = w_buf.load(BYTES)
+    word = for_each(w_buf._reinterpret(gl.int32, [BN, COUNT], SHARED).load(WORDS), APART)
+    scale = for_each(spread(scales, COUNT, WORDS), APART)
+    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, APART)))
+    bit = gl.expand_dims(gl.expand_dims(4 * thread, 0), 1)
     if FORM.plain:
-        pairs = decode_nibbles(packed, spread(scales, BK, BYTES), DTYPE, FORM.signed)
+        pairs = decode_apart(word, bit, scale, DTYPE, FORM.signed)
     else:
-        pairs = decode_nibbles_exactly(
-            packed, spread(scales, BK, BYTES), spread(shifts, BK, BYTES), DTYPE, FORM.signed
-        )  # fmt: skip
-    even, odd = halves(pairs, DTYPE)
-    return gl.convert_layout(gl.reshape(gl.join(even, odd), [BN, 2 * BK]), A, assert_trivial=True)
+        shift = for_each(spread(shifts, COUNT, WORDS), APART)
+        pairs = decode_apart_exactly(word, bit, scale, shift, DTYPE, FORM.signed)
+    low, high = halves(pairs, DTYPE)
+    return gl.convert_layout(gl.reshape(gl.join(low, high), [BN, 8 * COUNT]), A, assert_trivial=True)
+
+
+@gluon.jit
+def for_each(values, APART: gl.constexpr):
+    """Values of words, or of rows, that each of the four threads has."""
+    return gl.expand_dims(gl.convert_layout(values, gl.SliceLayout(2, APART), assert_trivial=True), 2)
+
+
+@gluon.jit
+def reorder(x_buf):
+    """Bring each eight neighbours of a step's activations into the order 0 4 1 5 2 6 3 7; a thread has whole eights."""
+    BT: gl.constexpr = x_buf.shape[0]
+    SPAN: gl.constexpr = x_buf.shape[1]
+    VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [gl.num_warps(), 1], [1, 0])
+    apart = gl.permute(gl.reshape(x_buf.load(VECTORS), [BT, SPAN // 8, 2, 4]), [0, 1, 3, 2])
+    x_buf.store(gl.convert_layout(gl.reshape(apart, [BT, SPAN]), VECTORS, assert_trivial=True))
+    fence_async_shared()
 
 
 @gluon.jit
@@ -124,7 +158,7 @@ def gemm_few_floats(
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BT, 16]
     )
-    ROWS: gl.constexpr = gl.SliceLayout(1, gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=1))
+    ROWS: gl.constexpr = gl.SliceLayout(1, words_layout(BN, BK // 4, gl.num_warps(), 2))
     if FORM.early != "no":
         let_next_kernel_start()
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
@@ -165,12 +199,13 @@ def gemm_few_floats(
             if FORM.group > 0:  # a step early: they come from L2
                 next_scales, next_shifts = load_groups(scale_ptr, zero_ptr, row, begin + k + 1, work, SPAN, FORM)
             mbarrier.wait(full.index(stage), phase)
-            barrier()  # all warps are done with the stage before, which is fetched anew
-            fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE)
-            place = following(place, work, TILE)
+            reorder(x_bufs.index(stage))
             weight = decoded(w_bufs.index(stage), scales, shifts, MMA, DTYPE, FORM)
+            barrier()  # all warps have reordered theirs, and are done with the stage before, which is fetched anew
             x = x_bufs.index(stage).permute((1, 0))
             acc = warpgroup_mma(weight, x, acc, use_acc=k > 0, is_async=True)
+            fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE)
+            place = following(place, work, TILE)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             scales = next_scales
             shifts = next_shifts

@@ -44,7 +44,7 @@ def few_source(
     tile: tune.Few, form: Form, out: torch.dtype, forms: HopperTerms, kinds: TermKinds, n: int
 ) -> GluonASTSource:
     signature = {
-        "x_desc": descriptor_form(torch.int16 if form.packed else torch.int8, [tile.tokens, tile.k]),
+        "x_desc": _tokens_form(tile, form.packed),
         "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
         "w_ptr": "*i8",
         "factor_ptr": _FACTORS[form.factors],
@@ -53,6 +53,12 @@ def few_source(
         "shape": Shape("i32", "i32", "i32"),
     }
     return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, _divisible(n))
+
+
+def _tokens_form(tile: tune.Few, packed: bool) -> str:
+    if packed and not tile.wgmma:
+        return descriptor_form(torch.int16, [tile.tokens, tile.k])
+    return descriptor_form(torch.int8, [tile.tokens, tile.span(packed)])
 
 
 def _divisible(n: int) -> dict[Any, int]:
@@ -104,16 +110,17 @@ def few_tokens(
     m, n, k = p.shape
     packed, group, fold = p.weight.is_packed, p.weight_group, tile.fold
     pairs = 2 if packed else 1
+    registers = tile.thread_registers if packed and tile.wgmma else 0
 
     def make(arguments: list[Value]) -> _host.Kernel:
         forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         pdl = captures_pdl()
-        together = 2 * tile.k // group if group else 1
+        together = tile.span(packed) // group if group else 1
         together = together if together in _FACTORS and k // fold // max(group, 1) % together == 0 else 1
         form = Form(packed, group, early if pdl else "no", together)
-        made = compiled(few_source(tile, form, p.element.dtype, forms, kinds, n), 4, pdl)
+        made = compiled(few_source(tile, form, p.element.dtype, forms, kinds, n), tile.warps, pdl, registers)
         kernel, (x, weight) = loaded(made, tile.grid(n, processors_of(device))), made.metadata.tensordesc_meta
-        matrix(kernel, X, x, m * fold, k // fold // pairs)
+        matrix(kernel, X, x, m * fold, k // fold // (1 if tile.wgmma else pairs))
         matrix(kernel, WEIGHT, weight, n * fold, k // fold // pairs)
         kernel.address(WEIGHT)
         kernel.address(FACTOR)
