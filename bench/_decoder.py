@@ -64,6 +64,11 @@ class Decoders:
         with torch.device(self.device):  # weights are made where they are used: no copy of billions of numbers
             return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
+    def named(self, name: str, merge: bool = True) -> Any:
+        """The float decoder of a type, or the one of a scheme."""
+        dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(name)
+        return self.quantized(name, merge) if dtype is None else self.floats(dtype)
+
     def quantized(self, scheme: str, merge: bool = True) -> Any:
         if scheme in ("w4a16", "w4a8"):
             return self._in_groups(scheme, merge)

@@ -1,9 +1,10 @@
 """Whole decoders: `generate` of transformers and prefill, float and quantized models in one process, in turns.
 
-    python -m bench model [--schemes w8a8,w4a8] [--only decode,decode-compiled,prefill,linears] [--seconds S] ...
+    python -m bench model [--schemes w8a8,w4a8] [--only decode,decode-compiled,prefill,linears] [--apart] ...
 
 On a GPU the default is 32 layers of Llama-8B's shapes beside bf16; on the CPU SmolLM2-135M's beside f32 and bf16, or
 `--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote.
+With `--apart` each model generates in a process of its own, still in turns.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 
 from baracuda.flow.hf import measure
 
+from ._apart import Order, decode
 from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
 from .linear import captured
@@ -43,6 +45,7 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default="w8a8", help="schemes of quantize_model, separated by commas")
     parser.add_argument("--only", help=f"which of {','.join(PARTS)}; the last on the CPU only when named")
     parser.add_argument("--batches", default="", help="batch sizes of decoding; 1,16,64, on the CPU 1")
+    parser.add_argument("--apart", action="store_true", help="decode in a process for each model: they compile at once")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing more after this many seconds")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one generation")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of random weights")
@@ -75,15 +78,9 @@ class Run:
         self.decoders = Decoders(self.shapes, options.model, self.device, self.around)
         self.models: dict[str, Any] = {}
         self.baseline = "bf16" if self.on_gpu else "f32"
-        if not self.on_gpu:
-            self._add("f32", self.decoders.floats(torch.float32))
-        self._add("bf16", self.decoders.floats(torch.bfloat16))
-        for scheme in self.schemes:
-            self._add(scheme, self.decoders.quantized(scheme, not options.no_merge))
-
-    def _add(self, name: str, model: Any) -> None:
-        self.models[name] = model
-        print(f"[{self.elapsed():.0f} s] {name}: {measure.memory(model) / 2**20:.0f} MiB", flush=True)
+        for name in (*(() if self.on_gpu else ("f32",)), "bf16", *self.schemes):
+            model = self.models[name] = self.decoders.named(name, not options.no_merge)
+            print(f"[{self.elapsed():.0f} s] {name}: {measure.memory(model) / 2**20:.0f} MiB", flush=True)
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.begin
@@ -104,10 +101,23 @@ class Run:
 
     # -- parts ---------------------------------------------------------------------------------------------------
 
+    def batches(self) -> list[int]:
+        return [int(batch) for batch in (self.options.batches or ("1,16,64" if self.on_gpu else "1")).split(",")]
+
+    def decode_apart(self, parts: Sequence[str]) -> None:
+        """Every decode part in processes of their own."""
+        jobs = tuple((batch, part == "decode-compiled") for part in parts for batch in self.batches())
+        deadline = time.time() + self.options.seconds - self.elapsed()
+        merge, names = not self.options.no_merge, tuple(self.models)
+        missing = dict.fromkeys(jobs)
+        for job, seconds in decode(Order(self.decoders, merge, jobs, self.options.tokens, deadline, names)):
+            self.note("decode-compiled" if job[1] else "decode", f"batch {job[0]}", seconds)
+            del missing[job]
+        self.skipped += [f"{'decode-compiled' if job[1] else 'decode'}, batch {job[0]}" for job in missing]
+
     def decode(self, compiled: bool) -> None:
-        given = self.options.batches or ("1,16,64" if self.on_gpu else "1")
         part = "decode-compiled" if compiled else "decode"
-        for batch in map(int, given.split(",")):
+        for batch in self.batches():
             if not self.has_time(f"{part}, batch {batch}"):
                 continue
             if compiled:
@@ -236,9 +246,14 @@ def main(argv: Sequence[str]) -> None:
         raise SystemExit(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     torch.set_num_threads(options.threads)
     run = Run(options)
+    decodes = [part for part in PARTS if part in parts and part.startswith("decode")]
     for part in PARTS:
-        if part in parts:
-            run.decode(part == "decode-compiled") if part.startswith("decode") else getattr(run, part)()
+        if part in parts and part not in decodes:
+            getattr(run, part)()
+    if options.apart and decodes:
+        run.decode_apart(decodes)
+    for part in () if options.apart else decodes:
+        run.decode(part == "decode-compiled")
     run.llama_cpp()
     memory = {name: measure.memory(model) for name, model in run.models.items()}
     header = ["part", "size", "model", "ms", f"times as fast as {run.baseline}", "of the copy rate"]

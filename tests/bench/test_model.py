@@ -38,6 +38,20 @@ def test_a_run_prints_and_stores_ratios_of_every_part(tmp_path: Path, capsys: py
     assert "w4a8" in capsys.readouterr().out and content["bars"] == []
 
 
+def test_models_in_processes_of_their_own_fill_the_same_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--quick", "--device", "cpu", "--apart", "--tokens", "6", "--threads", "1", "--only", "decode"]
+    bench_model.main([*arguments, "--json", str(tmp_path / "out.json")])
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["part"], row["size"], row["model"]) for row in rows] == [
+        ("decode", "batch 1", name) for name in ("f32", "bf16", "w8a8")
+    ]
+    assert all(row["ms"] > 0 and row["ratio"] == pytest.approx(rows[0]["ms"] / row["ms"]) for row in rows)
+    bench_model.main([*arguments, "--seconds", "0"])
+    assert "want of time or tools: decode, batch 1" in capsys.readouterr().out
+
+
 def test_parts_without_time_are_named_and_unknown_ones_refused(capsys: pytest.CaptureFixture[str]) -> None:
     bench_model.main(["--quick", "--device", "cpu", "--seconds", "0", "--only", "prefill,decode"])
     said = capsys.readouterr().out

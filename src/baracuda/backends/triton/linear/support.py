@@ -118,7 +118,8 @@ def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
     """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         return None
-    tile = tune.few(*p.shape, p.weight.is_packed, p.weight_group, processors_of(device))
+    m, n, k = p.shape
+    tile = tune.few(m, n, k, p.weight.is_packed, p.weight_group, processors_of(device))
     return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None
 
 
