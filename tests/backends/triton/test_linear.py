@@ -294,8 +294,8 @@ else:
         (300, ElementKind.S4, 32, torch.bfloat16, True, False),
     ]
 
-    def compile_weight_only(m, weight, group, element, same_type, zero_point):
-        tile = linear_tune.weight_only(m, 4096, 4096, weight.is_packed, 132)
+    def compile_weight_only(m, weight, group, element, same_type, zero_point, n=4096, k=4096):
+        tile = linear_tune.weight_only(m, n, k, weight.is_packed, 132)
         forms, kinds = binding.term_forms(None, None, None, None, 1)
         kinds = kinds._replace(scale="none", weight_scale="none")
         plain = weight.is_packed and same_type and not zero_point
@@ -342,9 +342,19 @@ else:
         for m in (1, 16, 17, 64, 65, 128, 129, 2048):
             tile = linear_tune.weight_only(m, n, k, True, 132)
             few = linear_tune.few_floats(m, n, k, 132)
-            assert few.split == parts if few is not None else m > 32
+            assert m > 32 if few is None else few.split == parts
             assert tile.split == parts and linear_tune.PART_OF_K % (2 * tile.k) == 0
         assert (parts - 1) * -(-k // parts // linear_tune.PART_OF_K) * linear_tune.PART_OF_K < k
+
+    @pytest.mark.parametrize("n, k, parts", [(14336, 4096, 1), (8192, 8192, 2), (4096, 14336, 4)])
+    def test_a_program_that_adds_up_parts_in_turn_keeps_its_products_in_registers(n, k, parts, tmp_path) -> None:
+        tile, compiled = compile_weight_only(2048, ElementKind.S4, 128, torch.bfloat16, True, False, n, k)
+        assert (tile.split, tile.apart) == (parts, False)
+        ptx = tmp_path / "gemm.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "gemm.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert " 0 bytes spill stores, 0 bytes spill loads" in report and "serialized" not in report
 
     @pytest.mark.parametrize("group, floats", [(32, False), (64, True)])
     def test_a_stored_stage_is_released_after_what_was_read_from_it_is_stored(group, floats) -> None:

@@ -248,7 +248,8 @@ def consume(
         m, n, part, _, count = unit_at(unit, work, TILE)
         column = n * BN + WHICH * SHARE
         if IN_TURN:
-            for earlier in range(TILE.split - 1):
+            # A number that the compiler does not know: it would unroll one turn, whose products then spill registers.
+            for earlier in range(gl.cdiv(work.steps, work.part_steps) - 1):
                 total = products(rings, done, work.part_steps, WHICH, TILE)
                 keep(total, earlier, kept_ptr, PIECE)
                 done += work.part_steps
