@@ -90,6 +90,15 @@ def transformers_alone() -> Iterator[None]:
             os.environ["BARACUDA_TRANSFORMERS"] = before
 
 
+def since(major: int, minor: int) -> bool:
+    """Whether transformers is of this version or newer, for what is said of some of its versions."""
+    import transformers
+
+    from baracuda.core.versions import minor as numbers
+
+    return (numbers(transformers.__version__) or (99, 0)) >= (major, minor)
+
+
 def tokens(path: Path, sequences: int = 12, length: int = 24) -> Path:
     """A file of token sequences to calibrate with."""
     generator = torch.Generator().manual_seed(3)

@@ -19,13 +19,18 @@ def require_torch() -> None:
         raise ImportError(f"baracuda: {unfit}")
 
 
+def minor(version: str) -> tuple[int, int] | None:
+    """The first two numbers of a version; None for a build of one's own, without numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return None if found is None else (int(found[1]), int(found[2]))
+
+
 def why_unfit(package: str, version: str) -> str | None:
     """Why a version is outside of the range, and what to install; None where it is inside."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None:  # a build of one's own
-        return None
-    numbers = int(found[1]), int(found[2])
+    numbers = minor(version)
     oldest, beyond = RANGES[package]
+    if numbers is None:
+        return None
     if numbers >= oldest and (beyond is None or numbers < beyond):
         return None
     wanted = f"{package}>={oldest[0]}.{oldest[1]}" + (f",<{beyond[0]}" if beyond is not None else "")

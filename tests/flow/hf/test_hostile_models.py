@@ -85,7 +85,7 @@ def test_no_command_asks_for_the_kernel_that_a_config_names(place: Path, tmp_pat
 
     stub = tmp_path / "stub"
     (stub / "kernels" / "layer").mkdir(parents=True)
-    (stub / "kernels" / "__init__.py").write_text(KERNELS)
+    (stub / "kernels" / "__init__.py").write_text(f"__version__ = {KERNELS_MIN_VERSION!r}\n{KERNELS}")
     for name in ("layer/__init__", "layer/mode"):
         (stub / "kernels" / f"{name}.py").write_text("class Mode: INFERENCE = TRAINING = 0\n")
     information = stub / f"kernels-{KERNELS_MIN_VERSION}.dist-info"
@@ -93,7 +93,8 @@ def test_no_command_asks_for_the_kernel_that_a_config_names(place: Path, tmp_pat
     (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kernels\nVersion: {KERNELS_MIN_VERSION}\n")
     change(place / "model", _attn_implementation="kernels-community/anything", attn_implementation="org/kernel")
     asked = tmp_path / "asked"
-    paths = os.pathsep.join([str(stub), str(Path(sys.modules["baracuda"].__file__ or "").parents[1])])
+    places = (str(stub), os.environ.get("PYTHONPATH"), str(Path(sys.modules["baracuda"].__file__ or "").parents[1]))
+    paths = os.pathsep.join(filter(None, places))
     environment = {**os.environ, "PYTHONPATH": paths, "ASKED": str(asked), "HF_HUB_OFFLINE": "1"}
     run = subprocess.run(  # noqa: PLW1510
         [sys.executable, "-c", COMMANDS, str(place)], env=environment, capture_output=True, text=True, timeout=300

@@ -138,11 +138,12 @@ def test_the_report_says_so_exactly_where_transformers_cannot_open_the_checkpoin
     told = [note for note in report["notes"] if f"cannot open this checkpoint: its {type(model).__name__}" in note]
     try:
         with models.transformers_alone():
-            type(model).from_pretrained(tmp_path / "out")
+            _, loading = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
     except AttributeError as error:
         assert "no attribute 'weight'" in str(error) and len(told) == 1
-    else:
-        assert not told
+    else:  # compressed-tensors may pack nn.Linear and no class derived from it: Falcon's then start random
+        random = [name for name in loading["missing_keys"] if name.endswith(".weight")]
+        assert bool(random) == bool(told)
 
 
 def dinov2() -> nn.Module:
@@ -165,36 +166,53 @@ def olmo_hybrid() -> nn.Module:
     return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**sizes, **models._TOKENS))
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
-@pytest.mark.parametrize(
-    ("build", "told", "fails"),
-    [
-        (dinov2, "its rules for Dinov2Model cut a weight into several", ValueError),
-        (llama4, "looks for single ones in place of Llama4TextExperts", None),
-        (olmo_hybrid, "transformers joins model.layers.0.linear_attn.k_conv1d.weight, ", None),
-    ],
-    ids=["dinov2", "llama4", "olmo_hybrid"],
-)
+def read_by_transformers(model: nn.Module, out: Path) -> str:
+    """What comes of a checkpoint in transformers' own reader: the error that it raises, "random", or "read".
+
+    Integers that no file holds are left as they are in memory, or raise when they are to be random.
+    """
+    with models.transformers_alone():
+        try:
+            _, loading = type(model).from_pretrained(out, output_loading_info=True)
+        except NotImplementedError:
+            return "random"
+        except (ValueError, AttributeError) as error:
+            return type(error).__name__
+    return "random" if loading["missing_keys"] else "read"
+
+
+CUT = "its rules for Dinov2Model cut a weight into several, which from 5.21 on it refuses"
+ASKS = "its Dinov2Model asks Linears for a float weight"
+JOINED = "transformers joins model.layers.0.linear_attn.k_conv1d.weight, "
+ONE_BY_ONE = "looks for single ones in place of Llama4TextExperts"
+#: Model and scheme -> from each version of transformers on, what the report says and what becomes of the checkpoint.
+UNREAD: dict[tuple[Callable[[], nn.Module], str], dict[tuple[int, int], tuple[str | None, str]]] = {
+    (dinov2, "w8a8"): {(5, 0): (None, "read"), (5, 18): (CUT, "read"), (5, 21): (CUT, "ValueError")},
+    (dinov2, "w4a16"): {
+        (5, 0): (ASKS, "AttributeError"),
+        (5, 18): (CUT, "AttributeError"),
+        (5, 21): (CUT, "ValueError"),
+    },
+    (llama4, "w8a8"): {(5, 0): (ONE_BY_ONE, "random")},
+    (llama4, "w4a16"): {(5, 0): (ONE_BY_ONE, "random")},
+    (olmo_hybrid, "w8a8"): {(5, 0): (None, "read"), (5, 15): (JOINED, "read"), (5, 21): (JOINED, "random")},
+    (olmo_hybrid, "w4a16"): {(5, 0): (None, "read"), (5, 15): (JOINED, "read"), (5, 21): (JOINED, "random")},
+}
+
+
+@pytest.mark.parametrize(("build", "scheme"), UNREAD, ids=lambda one: getattr(one, "__name__", one))
 def test_the_report_says_what_transformers_does_not_read_of_a_checkpoint_that_we_load(
-    build: Callable[[], nn.Module], told: str, fails: type[Exception] | None, scheme: str, tmp_path: Path
+    build: Callable[[], nn.Module], scheme: str, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors")
+    told, result = [found for since, found in UNREAD[build, scheme].items() if models.since(*since)][-1]
     model = models.save_built(build, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)
     notes = [note for note in report["notes"] if not note.startswith("Groups of 16")]
-    assert len(notes) == 1 and told in notes[0]
+    assert len(notes) == (told is not None) and all(str(told) in note for note in notes)
     baracuda.load(tmp_path / "out", fuse=False)
-    with models.transformers_alone():
-        if fails is not None:
-            with pytest.raises(fails):
-                type(model).from_pretrained(tmp_path / "out")
-            return
-        try:
-            _, loading = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
-        except NotImplementedError:  # of integers it makes no random ones
-            return
-    assert any("conv1d" in name or "expert" in name for name in loading["missing_keys"]), "they are read now: say so"
+    assert read_by_transformers(model, tmp_path / "out") == result
 
 
 def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:

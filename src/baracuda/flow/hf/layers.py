@@ -39,6 +39,8 @@ class Structure:
     unopened: str | None = None
     #: The kind of stacked experts that it does not read.
     unstacked: str | None = None
+    #: What to know about quantized experts that it does not find.
+    unread: str | None = None
     #: Module name -> the group size that was asked for, where it does not divide the columns and another was taken.
     refitted: dict[str, int] = field(default_factory=dict)
 
@@ -52,9 +54,12 @@ class Structure:
         if any(EXPERT.match(module) for module in self.left):
             notes.append(
                 "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-                "compressed-tensors looks for packed experts only and would start with random ones. Everybody reads "
-                "quantized ones: do not ignore them, and give 4-bit schemes a --group-size that divides their columns."
+                "compressed-tensors, from 5.13 on, looks for packed experts only and would start with random ones. "
+                "All of these read quantized ones: do not ignore them, and give 4-bit schemes a --group-size that "
+                "divides their columns."
             )
+        if self.unread is not None:
+            notes.append(self.unread)
         if self.unopened is not None:
             notes.append(f"transformers' own reader of compressed-tensors cannot open this checkpoint: {self.unopened}")
         elif self.unstacked is not None:
@@ -66,8 +71,8 @@ class Structure:
         elif lost := [tensor for tensor in self.joined() if not EXPERT.match(tensor.removesuffix(".weight"))]:
             notes.append(
                 f"transformers joins {some(lost)} with others when it loads them. They stay in floating point, which "
-                "baracuda.load and servers read; its own reader of compressed-tensors looks for quantized ones only, "
-                "and would start with random values instead."
+                "baracuda.load and servers read; its own reader of compressed-tensors, from 5.21 on, looks for "
+                "quantized ones only, and would start with random values instead."
             )
         notes += self._group_notes()
         if (unserved := unserved_groups(c.scheme.weight.group_size for c in self.choices.values())) is not None:

@@ -127,7 +127,7 @@ def read_model(directory: Path, config: Any, dtype: torch.dtype | str, **options
         raise FlowError(
             f"{directory}: the files do not fill transformers' {type(model).__name__}: "
             + "; ".join(f"{what} {some(names)}" for what, names in problems.items() if names)
-            + (_OLD if _lacks_experts(missing) else "; make or download the checkpoint again")
+            + "; make or download the checkpoint again"
         )
     return model
 
@@ -168,11 +168,3 @@ def _regexes(value: Any) -> Iterator[str]:
 
 #: Elements that a model may have beyond what its files hold: tables of positions, masks.
 SLACK = 1 << 26
-#: Quantized experts are read through a hook that transformers has since 5.8.
-_OLD = "; quantized experts need transformers 5.8 or newer"
-
-
-def _lacks_experts(missing: list[str]) -> bool:
-    from transformers.quantizers import HfQuantizer
-
-    return not hasattr(HfQuantizer, "update_weight_conversions") and any(".experts." in name for name in missing)

@@ -19,7 +19,7 @@ from ...schemes import Choice, Recipe, checkpoint_scheme
 from ..checkpoint.config import parse_config
 from ..checkpoint.storage import Storage
 from ..errors import FlowError
-from .experts import SERIALIZED, expert_sources, float_experts
+from .experts import SERIALIZED, expert_sources, float_experts, require_readable_experts
 from .live import quantize_loaded
 from .modules import quantized_linear
 from .packed import make_ready
@@ -121,6 +121,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         if not self.pre_quantized:
             return
         recipe, ignore = self.quantization_config.recipe(), self.quantization_config.compressed_tensors["ignore"]
+        require_readable_experts(model, ignore)
         floats = stay_float(model)
         for name, module in list(model.named_modules()):
             if not isinstance(module, nn.Linear) or name in floats:

@@ -14,7 +14,7 @@ from ..checkpoint.groups import fitting
 from ..checkpoint.storage import EIGHT_BIT_FLOATS, FLOATS, Storage
 from ..checkpoint.tensorfile import Entry
 from ..errors import CheckpointError, FlowError, some
-from .experts import stacked_experts, unstacked_experts, weight_only
+from .experts import stacked_experts, unstacked_experts, weight_only, who_reads_packed
 from .layers import EXPERT, EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, NOT_STORED, Structure
 from .names import cuts_weights, match_names
 from .skeleton import SHARED, skeleton, stay_float, tied_weights
@@ -77,6 +77,7 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
             structure.refitted[module] = asked
     if model is not None:
         structure.unstacked = unstacked_experts(model)
+        structure.unread = who_reads_packed() if any(map(stacked_experts(model), structure.linears)) else None
         structure.unopened = _why_unopened(structure, model)
     return structure
 
@@ -89,8 +90,8 @@ def _why_unopened(structure: Structure, model: torch.nn.Module) -> str | None:
     packed = [structure.modules[module] for module in stored_packed if module in structure.modules]
     if cuts_weights(model, packed):
         return (
-            f"its rules for {kind} cut a weight into several, which it refuses to do with quantized ones, even where "
-            "no file holds such a weight. baracuda.load opens it."
+            f"its rules for {kind} cut a weight into several, which from 5.21 on it refuses to do with quantized ones, "
+            "even where no file holds such a weight. baracuda.load opens it."
         )
     if stored_packed and needs_float_weights(model, packed):
         return (
