@@ -34,7 +34,7 @@ vllm: .venv/installed  ## our checkpoints in a real vLLM (its CPU build, in an e
 	$(BIN)/python tools/vllm_env.py
 
 ROWS ?=
-compat: .venv/installed  ## the tests at the ends of the version ranges; ROWS=--ends for the oldest alone
+compat: .venv/installed  ## the tests over the version ranges, printed in docs/reference/versions.md; ROWS=--ends for the oldest alone
 	$(BIN)/python tools/compat.py $(ROWS)
 
 SECONDS ?= 600

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 import tomllib
 import types
 from pathlib import Path
 
+import compat
 import pytest
 
-from baracuda.core.versions import RANGES, why_unfit
+from baracuda.core.versions import RANGES, minor, why_unfit
 
 ROOT = Path(__file__).resolve().parents[2]
+RECORD = json.loads(compat.RECORD.read_text())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -60,13 +62,47 @@ def test_an_unfit_transformers_is_refused_before_anything_is_read(monkeypatch: p
         require_transformers("baracuda.load builds transformers models")
 
 
-def test_the_documented_matrix_names_the_rows_that_are_run() -> None:
-    sys.path.insert(0, str(ROOT / "tools"))
-    import compat
+def test_the_page_prints_what_the_rows_gave() -> None:
+    page = compat.PAGE.read_text()
+    assert page == compat.rewritten(page, RECORD), "run the rows of tools/compat.py: they write the page"
 
-    page = (ROOT / "docs" / "reference" / "versions.md").read_text()
-    for name, row in compat.ROWS.items():
-        assert f"`{name}`" in page
-        for package in row.packages + row.alone:
-            version = re.search(r"==(.*)", package)
-            assert version is None or version[1] in page, f"{name}: {package}"
+
+@pytest.mark.parametrize("name", compat.ROWS)
+def test_every_row_was_run_with_its_packages_and_its_tests_and_passed(name: str) -> None:
+    row, entry = compat.ROWS[name], RECORD.get(name)
+    if entry is None and name not in ("transformers-oldest", "transformers-newest"):
+        pytest.skip(f"the page says that it was not run; make compat ROWS={name}")
+    assert entry is not None, f"make compat ROWS={name}"
+    for package in row.packages + row.alone:
+        found, _, version = package.partition("==")
+        assert version in ("", entry["versions"][found]), f"{package}: make compat ROWS={name}"
+    assert entry["tests"] == row.tests.words and compat.verdict(entry) == "passed", f"make compat ROWS={name}"
+
+
+def test_the_record_has_no_rows_that_are_gone() -> None:
+    assert list(RECORD) == [name for name in compat.ROWS if name in RECORD]
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "transformers", "safetensors", "compressed-tensors"])
+def test_the_first_version_of_each_range_has_a_row(package: str) -> None:
+    lower = requirement(package).removeprefix(f"{package}>=").partition(",")[0].split(".")
+    pinned = [one.partition("==")[2] for row in compat.ROWS.values() for one in row.packages + row.alone
+              if one.startswith(f"{package}==")]  # fmt: skip
+    oldest = min(pinned, key=lambda version: [int(part) for part in version.split(".")])
+    assert oldest.split(".")[: len(lower)] == lower and set(oldest.split(".")[len(lower) :]) <= {"0"}
+
+
+def test_every_minor_of_transformers_up_to_the_newest_has_a_row() -> None:
+    pinned = [row.packages[0].partition("==")[2] for row in (compat.OLDEST, *compat.BETWEEN.values())]
+    (oldest, beyond), newest = RANGES["transformers"], minor(RECORD["transformers-newest"]["versions"]["transformers"])
+    assert beyond is not None and newest is not None and oldest <= newest < beyond
+    assert [minor(one) for one in pinned] == [(oldest[0], number) for number in range(oldest[1], newest[1])]
+
+
+def test_a_failure_is_printed_and_is_no_pass() -> None:
+    entry = {"versions": {"torch": "1.0"}, "tests": "all", "passed": 3, "failed": 1, "skipped": 2, "date": "2026-01-01"}
+    printed = compat.table({"torch-oldest": entry})
+    assert "| `torch-oldest` | torch 1.0 | all | 3 passed, 1 failed, 2 skipped | 2026-01-01 |" in printed
+    assert f"| `triton-oldest` | triton==3.6.0 | {compat.KERNELS.words} | not run | |" in printed
+    assert compat.verdict(entry) == "FAILED" and compat.verdict(entry | {"failed": 0}) == "passed"
+    assert compat.verdict(entry | {"failed": 0, "passed": 0}) == "FAILED", "nothing was run"
