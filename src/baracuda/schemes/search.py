@@ -170,27 +170,25 @@ def _error(groups: Tensor, scale: Tensor, weights: Tensor | None, rounding: Roun
 
 
 class _Best:
-    """The best scale of each group so far, its error and its integers."""
+    """The best scale of each group so far, and its error."""
 
     def __init__(self, groups: Tensor, weights: Tensor | None, rounding: Rounding) -> None:
         self.groups, self.weights, self.rounding = groups, weights, rounding
-        self.scale = self.error = self.integers = torch.empty(0)
+        self.scale = self.error = torch.empty(0)
 
     def offer(self, scale: Tensor) -> None:
-        integers = self.rounding.integers(self.groups, scale)
-        error = (integers * scale).sub_(self.groups).square_()
-        error = (error if self.weights is None else error.mul_(self.weights)).sum(-1, keepdim=True)
+        error = _error(self.groups, scale, self.weights, self.rounding).unsqueeze(-1)
         if not self.scale.numel():
-            self.scale, self.error, self.integers = scale, error, integers
+            self.scale, self.error = scale, error
             return
-        better = error < self.error
-        self.scale = torch.where(better, scale, self.scale)
-        self.error = torch.where(better, error, self.error)
-        self.integers = torch.where(better, integers, self.integers)
+        self.scale = torch.where(error < self.error, scale, self.scale)
+        # Not the smaller one: where both are NaN, the scale stays.
+        self.error = torch.where(error < self.error, error, self.error)
 
     def refined(self) -> Tensor:
-        """The scale of least squared error for these integers."""
-        weighted = self.integers if self.weights is None else self.integers * self.weights
+        """The scale of least squared error for the integers of the best one."""
+        integers = self.rounding.integers(self.groups, self.scale)
+        weighted = integers if self.weights is None else integers * self.weights
         product = (weighted * self.groups).sum(-1, keepdim=True)
-        size = (weighted * self.integers).sum(-1, keepdim=True)
+        size = integers.mul_(weighted).sum(-1, keepdim=True)
         return torch.where((size > 0) & (product > 0), product / size, self.scale)
