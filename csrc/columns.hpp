@@ -30,7 +30,6 @@ inline void load(const float* from, int64_t n, float fill, Wide* to) {
 inline void store(const Wide* from, int64_t n, float* to) { memcpy(to, from, n * sizeof(float)); }
 
 // Rows [first, first + n) of all columns. `passed` has room for what each column hands on: count * WIDES.
-template <bool DESCENDS>
 inline void round_rows(const Columns& c, int64_t first, int64_t n, Wide* passed) {
     const Wide low = Wide{} + c.low, high = Wide{} + c.high;
     Wide x[WIDES], q[WIDES], scale[WIDES];
@@ -42,25 +41,14 @@ inline void round_rows(const Columns& c, int64_t first, int64_t n, Wide* passed)
             const Wide* error = passed + j * WIDES;
             for (int64_t l = 0; l < WIDES; ++l) x[l] -= weight * error[l];
         }
-        load(c.scale + (c.groups ? c.groups[i] : 0) * c.rows + first, n, 1.0f, scale);
+        load(c.scale + c.groups[i] * c.rows + first, n, 1.0f, scale);
         const float own = c.factor[i * c.pitch + i];
         Wide* error = passed + i * WIDES;
-        if (DESCENDS) {
-            // x is the slope of the error: a step of x / own would end it.
-            load(c.integers + at, n, 0.0f, q);
-            for (int64_t l = 0; l < WIDES; ++l) {
-                Wide best = x[l] / own / scale[l] + q[l];
-                NEAREST(best, low, high)
-                error[l] = (best - q[l]) * scale[l];
-                q[l] = best;
-            }
-        } else {
-            for (int64_t l = 0; l < WIDES; ++l) {
-                Wide best = x[l] / scale[l];
-                NEAREST(best, low, high)
-                error[l] = (x[l] - best * scale[l]) / own;
-                q[l] = best;
-            }
+        for (int64_t l = 0; l < WIDES; ++l) {
+            Wide best = x[l] / scale[l];
+            NEAREST(best, low, high)
+            error[l] = (x[l] - best * scale[l]) / own;
+            q[l] = best;
         }
         store(q, n, c.integers + at);
         store(error, n, c.passed + at);
@@ -73,11 +61,7 @@ inline void round_columns(const Columns& c) {
     Buffer<Wide> passed(c.count * WIDES);
     for (int64_t first = 0; first < c.rows; first += LANES) {
         const int64_t n = c.rows - first < LANES ? c.rows - first : LANES;
-        if (c.descends) {
-            round_rows<true>(c, first, n, passed.data());
-        } else {
-            round_rows<false>(c, first, n, passed.data());
-        }
+        round_rows(c, first, n, passed.data());
     }
 }
 

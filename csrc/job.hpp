@@ -169,15 +169,14 @@ struct Production {
 
 // Columns of a weight in f32, column by column: [count, rows]. Each is rounded, and hands on what the later ones make up for.
 struct Columns {
-    bool descends;  // improves integers that are there, instead of rounding values
     int64_t count, rows, pitch;
     float low, high;
-    const float* values;    // what is rounded; in a descent, the slope of the error
+    const float* values;    // what is rounded
     const float* factor;    // [count, count], rows `pitch` apart: what column j takes of what i hands on is at i, j
     const float* scale;     // [groups, rows]
-    const int64_t* groups;  // the group of each column; null where all are of the first
+    const int64_t* groups;  // the group of each column
     float* integers;
-    float* passed;          // what each column hands on: its error, or in a descent how far it moved
+    float* passed;          // what each column hands on: its error over its own factor
 };
 
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.

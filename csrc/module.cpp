@@ -65,4 +65,5 @@ NB_MODULE(_cpu, m) {
     bind_linear(m);
     bind_producer(m);
     bind_columns(m);
+    bind_gram(m);
 }

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baracuda.backends.cpu import gram
 from baracuda.core.errors import InvalidProblem
-from baracuda.schemes.hessian import Moments, chunk_product, dampen, inverse_factor
+from baracuda.schemes.hessian import Moments, chunk_product, lower_factor, panels
 
 
 def chunks(count: int = 12, columns: int = 48) -> list[Tensor]:
@@ -58,20 +59,28 @@ def test_what_does_not_fit_is_refused() -> None:
         made.merge(total(chunks(2), 3))
 
 
-def test_the_factor_is_that_of_the_inverse() -> None:
-    hessian = dampen(total(chunks()).mean(), 0.01)
-    upper = inverse_factor(hessian)
-    assert torch.allclose(upper.T @ upper @ hessian, torch.eye(48, dtype=torch.float64), atol=1e-8)
-    assert torch.equal(upper, upper.triu())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_factor_is_that_of_the_damped_matrix(dtype: torch.dtype) -> None:
+    hessian = total(chunks()).mean(dtype)
+    lower, added = lower_factor(hessian.clone(), 0.01)
+    assert added == pytest.approx(0.01 * float(hessian.diagonal().mean()), rel=1e-5)
+    damped = hessian.double() + added * torch.eye(48, dtype=torch.float64)
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-12
+    assert torch.allclose(lower.double() @ lower.double().T, damped, rtol=tolerance, atol=tolerance)
+    assert torch.equal(lower, lower.tril()) and lower.dtype is dtype
 
 
-@pytest.mark.parametrize("size", [1, 192, 193, 500])
-def test_the_factor_is_that_of_the_inverse_at_any_size(size: int) -> None:
-    x = torch.randn(600, size, generator=torch.Generator().manual_seed(size), dtype=torch.float64)
-    hessian = dampen(x.T @ x / 600, 0.01)
-    upper, inverse = inverse_factor(hessian), torch.linalg.inv(hessian)
-    assert torch.allclose(upper, torch.linalg.cholesky(inverse, upper=True), rtol=1e-8, atol=1e-10)
-    assert torch.equal(upper, upper.triu())
+@pytest.mark.skipif(not gram.serves(torch.ones(1, dtype=torch.bfloat16)), reason="needs AVX512-BF16")
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (2, 48), (3, 49), (64, 47), (65, 200), (512, 96)])
+def test_the_compiled_product_of_bf16_tokens_is_theirs(tokens: int, columns: int) -> None:
+    x = torch.randn(tokens, columns, generator=torch.Generator().manual_seed(tokens)).bfloat16()
+    made, exact = chunk_product(x), x.double().T @ x.double()
+    for rows, before in panels(columns):
+        assert torch.allclose(made[rows, before].tril(rows.start).double(), exact[rows, before].tril(rows.start),
+                              rtol=1e-5, atol=1e-5 * tokens**0.5)  # fmt: skip
+    assert torch.equal(made, chunk_product(x.clone())) and torch.equal(made, chunk_product(x.t().contiguous().t()))
+    plain = chunk_product(x.float())
+    assert torch.allclose(plain.tril(), made.tril(), rtol=1e-4, atol=1e-4 * tokens**0.5)
 
 
 @pytest.mark.parametrize("size", [191, 192, 193, 400])
@@ -84,5 +93,9 @@ def test_panels_cover_a_matrix_and_its_mean_is_symmetric(size: int) -> None:
 
 
 def test_a_matrix_that_is_not_positive_is_dampened_until_it_is() -> None:
-    upper = inverse_factor(-torch.eye(4, dtype=torch.float64) + 1.5 * torch.ones(4, 4, dtype=torch.float64))
-    assert bool(torch.isfinite(upper).all())
+    given = -torch.eye(4, dtype=torch.float64) + 1.5 * torch.ones(4, 4, dtype=torch.float64)
+    lower, added = lower_factor(given.clone(), 0.01)
+    assert bool(torch.isfinite(lower).all()) and added > 1
+    assert torch.allclose(lower @ lower.T, given + added * torch.eye(4, dtype=torch.float64))
+    with pytest.raises(InvalidProblem, match="finite"):
+        lower_factor(torch.full((2, 2), float("nan")), 0.01)

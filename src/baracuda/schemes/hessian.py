@@ -1,6 +1,6 @@
 """The second moments of a linear's input, summed so that no order of summation changes a bit.
 
-Tokens arrive in chunks. The product of a chunk, x.T @ x, is taken by one thread in f32; it is then rounded to a fixed
+Tokens arrive in chunks. The product of a chunk, x.T @ x, is summed by one thread in f32; it is then rounded to a fixed
 grid and added as 64-bit integers. Integer sums do not depend on their order: one thread or many, one process or many,
 and the result is the same. The product is symmetric: what lies above the panels on its diagonal is left out.
 """
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from ..backends.cpu import gram
 from ..core.errors import InvalidProblem
 
 #: The grid lies this many bits below the largest moment of the first chunk: finer than f32 rounds a product of it.
@@ -71,12 +72,13 @@ class Moments:
         self._sums = total(self._sums)
         self.count = int(total(torch.tensor(self.count)))
 
-    def mean(self) -> Tensor:
-        """The mean of x[i] * x[j], in f64."""
+    def mean(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The mean of x[i] * x[j], computed in f64."""
+        mean = torch.zeros(self.columns, self.columns, dtype=dtype)
         if self._sums is None or self.grid is None:
-            return torch.zeros(self.columns, self.columns, dtype=torch.float64)
-        mean = self._sums.double().mul_(2.0**self.grid).div_(max(1, self.count))
-        for rows, _ in panels(self.columns):
+            return mean
+        for rows, columns in panels(self.columns):
+            mean[rows, columns] = self._sums[rows, columns].double().mul_(2.0**self.grid).div_(max(1, self.count))
             mean[: rows.start, rows] = mean[rows, : rows.start].t()
             corner = mean[rows, rows]
             corner.copy_(corner.tril() + corner.tril(-1).t())
@@ -88,6 +90,8 @@ def chunk_product(x: Tensor) -> Tensor:
 
     Call it where torch has one thread: products depend on their number.
     """
+    if gram.serves(x):
+        return gram.product(x)
     x = x.float()
     product = x.new_zeros(x.shape[1], x.shape[1])
     for rows, columns in panels(x.shape[1]):
@@ -108,44 +112,20 @@ def grid_of(product: Tensor) -> int:
     return (math.frexp(largest)[1] if 0 < largest < math.inf else 0) - GRID_BITS
 
 
-def dampen(hessian: Tensor, fraction: float) -> Tensor:
-    """A positive definite copy in f64: `fraction` of the mean of the diagonal is added to each of its elements."""
-    damped = hessian.to(torch.float64, copy=True)
-    diagonal = damped.diagonal()
-    mean = float(diagonal.mean()) if len(diagonal) else 0.0
-    diagonal.add_(fraction * mean if mean > 0 else 1.0)
-    return damped
+def lower_factor(hessian: Tensor, fraction: float) -> tuple[Tensor, float]:
+    """The lower Cholesky factor of second moments, which are changed, and the damping that was added to the diagonal.
 
-
-def inverse_factor(damped: Tensor) -> Tensor:
-    """The upper Cholesky factor U of the inverse, U.T @ U = inverse, in f64; more damping until there is one.
-
-    It is the inverse of the lower factor of the matrix in reverse order, in reverse order: no inverse is factored.
+    It is `fraction` of the mean of the diagonal, or more, until there is a factor.
     """
-    extra, mean, reverse = 0.0, float(damped.diagonal().mean()), damped.flip(0, 1)
-    del damped  # the caller may have kept none: matrices in f64 take memory
+    diagonal = hessian.diagonal()
+    mean = float(diagonal.mean(dtype=torch.float64)) if len(diagonal) else 0.0
+    if not math.isfinite(mean):
+        raise InvalidProblem("calibration: expected finite second moments, got NaN or infinite ones; give other data")
+    added, total = fraction * mean if mean > 0 else 1.0, 0.0
     while True:
-        lower, failed = torch.linalg.cholesky_ex(reverse)
-        if not int(failed):
-            upper = _inverse_of_lower(lower)
-            del lower
-            upper = upper.flip(0, 1)
-            if bool(torch.isfinite(upper.diagonal()).all()):
-                return upper
-        extra = max(2 * extra, 1e-3 * mean)
-        if not math.isfinite(extra):
-            raise InvalidProblem("calibration: expected finite second moments, got NaN or infinite ones")
-        reverse.diagonal().add_(extra)
-
-
-def _inverse_of_lower(lower: Tensor) -> Tensor:
-    """By halves: products of matrices are quicker than a triangular solve."""
-    size = len(lower)
-    if size <= PANEL:
-        solved: Tensor = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=lower.dtype), upper=False)
-        return solved
-    half, inverse = size // 2, torch.zeros_like(lower)
-    first = inverse[:half, :half] = _inverse_of_lower(lower[:half, :half])
-    second = inverse[half:, half:] = _inverse_of_lower(lower[half:, half:])
-    inverse[half:, :half] = -(second @ lower[half:, :half]) @ first
-    return inverse
+        diagonal.add_(added)
+        total += added
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not int(failed) and bool(torch.isfinite(lower.diagonal()).all()):
+            return lower, total
+        added = max(total, 1e-3 * abs(mean))

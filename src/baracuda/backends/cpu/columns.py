@@ -1,4 +1,4 @@
-"""Columns of a weight, rounded one after the other by one native call: the inner loop of GPTQ and of its descent."""
+"""Columns of a weight, rounded one after the other by one native call: the inner loop of GPTQ."""
 
 from __future__ import annotations
 
@@ -22,23 +22,19 @@ def round_columns(
     values: Tensor,
     factor: Tensor,
     scale: Tensor,
-    groups: Tensor | None,
+    groups: Tensor,
     low: int,
     high: int,
     integers: Tensor,
     passed: Tensor,
-    *,
-    descends: bool = False,
 ) -> None:
-    """Round `[count, rows]` values in order, in one thread; each result is subtracted from the values behind it.
+    """Round `[count, rows]` values in order, in one thread; each error is handed on to the values behind it.
 
-    `factor` `[count, count]` says how much of what column i hands on column j takes. Errors are handed on, or with
-    `descends`, where `values` are slopes and `integers` are improved, how far each column moved.
+    `factor` `[count, count]` says how much of the error of column i, over its own factor, column j takes.
     """
     count, rows = values.shape
     assert values.is_contiguous() and integers.is_contiguous() and passed.is_contiguous() and scale.is_contiguous()
     _cpu.round_columns(
-        descends,
         count,
         rows,
         factor.stride(0),
@@ -47,7 +43,7 @@ def round_columns(
         values.data_ptr(),
         factor.data_ptr(),
         scale.data_ptr(),
-        0 if groups is None else groups.data_ptr(),
+        groups.data_ptr(),
         integers.data_ptr(),
         passed.data_ptr(),
     )

@@ -34,11 +34,17 @@ class Chain:
     names: list[str]
     #: Whether a block returns a tuple that begins with the hidden states, instead of these alone.
     returns_tuple: bool
+    #: What the blocks compute in.
+    dtype: torch.dtype = torch.float32
     #: For each shape of a batch, the calls of all blocks: masks and positions depend on the shape alone.
     calls: dict[tuple[int, ...], list[Call]] = field(default_factory=dict)
 
     def block(self, index: int) -> nn.Module:
         return self.model.get_submodule(self.names[index])
+
+    def prepare(self, index: int) -> nn.Module:
+        """A block, ready to run."""
+        return self.block(index).to(self.dtype)
 
     def begin(self, tokens: Tensor, arguments: dict[str, Any]) -> Tensor:
         """The hidden states that the first block gets for these tokens."""
@@ -47,8 +53,8 @@ class Chain:
         with self._recording(seen), torch.no_grad(), suppress(Stop):
             self.model(input_ids=tokens, **arguments)
         if shape not in self.calls:
-            self.calls[shape] = [Call(_in_f32(args), _in_f32(kwargs)) for _, args, kwargs in seen]
-        return seen[0][0]
+            self.calls[shape] = [Call(_cast(args, self.dtype), _cast(kwargs, self.dtype)) for _, args, kwargs in seen]
+        return seen[0][0].to(self.dtype)
 
     def run(self, index: int, hidden: Tensor) -> Tensor:
         """The output of a block."""
@@ -109,12 +115,12 @@ def find_chain(model: nn.Module, wanted: Collection[str], tokens: Tensor, argume
     return Chain(model, names, tuples.pop())
 
 
-def _in_f32(value: Any) -> Any:
-    """Masks and positions for a block that computes in f32."""
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Masks and positions for a block that computes in this type."""
     if isinstance(value, Tensor):
-        return value.float() if value.is_floating_point() else value
+        return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _in_f32(item) for key, item in value.items()}
+        return {key: _cast(item, dtype) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_in_f32(item) for item in value)
+        return type(value)(_cast(item, dtype) for item in value)
     return value

@@ -29,7 +29,7 @@ from .data import read_for
 from .distributed import Team
 from .journal import Journal
 from .options import Options, Progress, weighable
-from .sequential import Inputs, Sequential, Workers
+from .sequential import Inputs, Sequential, Workers, replace_weight
 
 #: Rows of a weight that are quantized together: fixed, so that the bytes depend on nothing else.
 ROWS = 1024
@@ -58,16 +58,18 @@ class Blockwise:
         sequences = read_for(
             model, self.source.directory, self.data, self.options, "calibration", self.device, self.progress
         )
-        self._change(model)
         names = {self.structure.modules.get(module, module): module for module in self.structure.linears.values()}
         linears = {n: m for n, m in names.items() if self._is_linear(model, n)}
         few = sequences[0][None, :FEW].to(self.device)
         chain = find_chain(model, linears, few, arguments(model))
         if isinstance(chain, str):
             raise FlowError(f"calibration block by block: {chain}; pass --one-shot to calibrate on the float model")
+        chain.dtype = compute_dtype(model, self.device)
+        self._change(model)
         inside = {block: [n for n in linears if n.startswith(f"{block}.")] for block in chain.names}
         covered = {name for held in inside.values() for name in held}
         self.changes.notes["blocks"] = {"count": len(chain.names), "samples": len(sequences),
+                                        "dtype": str(chain.dtype).removeprefix("torch."),
                                         "outside": sorted(names[n] for n in names.keys() - covered)}  # fmt: skip
         if weighed := sorted(m for n in covered if weighable(self.structure.choices[m := linears[n]])):
             self.changes.notes["weighed"] = weighed
@@ -86,14 +88,15 @@ class Blockwise:
         inputs = Inputs({n: rule for n, m in local.items() if (rule := self._input_rule(m)) is not None})
         file = self.journal.made_from(self.version, f"block-{index}.safetensors")
         if self.team.gather(file.exists())[0]:
-            self._restore(chain.block(index), local, file)
+            self._restore(chain.prepare(index), local, file)
             data.advance(index, list(local), inputs)
         else:
             made: dict[str, Tensor] = {}
+            # As the checkpoint has them: the block may compute in another type.
+            originals = {n: chain.block(index).get_parameter(f"{n}.weight").detach() for n in local}
 
             def quantize(group: list[str], measured: CalibrationData) -> Mapping[str, Tensor]:
-                weights = {n: chain.block(index).get_parameter(f"{n}.weight").detach() for n in group}
-                stored = self._quantize({local[n]: w for n, w in weights.items()}, measured, pool)
+                stored = self._quantize({local[n]: originals.pop(n) for n in group}, measured, pool)
                 made.update({f"{m}.{part}": t for m, parts in stored.items() for part, t in parts.items()})
                 return {n: self._storage(local[n]).dequantize(stored[local[n]]) for n in group}
 
@@ -141,11 +144,10 @@ class Blockwise:
         return self._storage(module).as_quantized_from(rows, entry.dtype)
 
     def _restore(self, block: nn.Module, local: dict[str, str], file: Path) -> None:
-        block.float()
         with TensorFile(file) as stored:
             for name, module in local.items():
                 parts = {e.removeprefix(f"{module}."): stored.read(e) for e in stored.entries if _of(e, module)}
-                block.get_parameter(f"{name}.weight").data.copy_(self._storage(module).dequantize(parts))
+                replace_weight(block, name, self._storage(module).dequantize(parts))
 
     def _storage(self, module: str) -> Storage:
         return Storage(self.structure.choices[module].scheme)
@@ -159,22 +161,26 @@ class Blockwise:
     def _change(self, model: nn.Module) -> None:
         """Apply what calibration decided to the model in memory."""
         stored = self.structure.names.stored
-        if not any((self.changes.columns, self.changes.rows, self.changes.replaced)):
-            return
-        model.float()
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 tensor = stored.get(name, name)
                 if tensor in self.changes.replaced:
-                    parameter.copy_(self.changes.replaced[tensor])
+                    parameter.data = self.changes.replaced[tensor].to(parameter.device, torch.float32)
                 elif self.changes.touches(tensor):
-                    parameter.copy_(self.changes.apply(tensor, 0, parameter))
+                    parameter.data = self.changes.apply(tensor, 0, parameter.float())
 
     def _is_linear(self, model: nn.Module, name: str) -> bool:
         try:
             return isinstance(model.get_submodule(name), nn.Linear)
         except AttributeError:
             return False  # an expert that transformers stacks with others
+
+
+def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
+    """What blocks compute in: bf16 for models stored in it, on a CPU that multiplies it faster than f32; else f32."""
+    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    fast = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    return torch.bfloat16 if fast and {p.dtype for p in model.parameters()} == {torch.bfloat16} else torch.float32
 
 
 def _of(entry: str, module: str) -> bool:

@@ -16,7 +16,6 @@ from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry
 from ..hf.coverage import float_share
 from ..hf.layers import Structure
-from .blockwise import ROWS
 from .options import Options, Plan
 from .report import natural
 from .sequential import HELD_BYTES
@@ -163,11 +162,11 @@ def _products_per_second(device: torch.device) -> float:
 
 
 def _method_products(source: Checkpoint, structure: Structure, tokens: int) -> float:
-    """The operations of second moments in f64 and of solving with them, for methods that need data."""
+    """The operations of second moments and of solving with them, for methods that need data."""
     total = 0.0
     for tensor in structure.linears:
         n, k = source.entry(tensor).shape
-        total += 2 * (2 * tokens * k * k) / 2 + 4 * k**3 + 2 * n * k * k * (1 + ROWS / max(n, ROWS))
+        total += tokens * k * k + k**3 / 3 + n * k * k  # of symmetric and triangular matrices, a half
     return total
 
 

@@ -30,7 +30,7 @@ Quantize = Callable[[list[str], CalibrationData], Mapping[str, Tensor]]
 Reads = Mapping[int, Callable[[], Tensor | None]]
 
 #: Sequences of a batch, and their tokens.
-BATCH, BATCH_TOKENS = 4, 512
+BATCH, BATCH_TOKENS = 4, 1024
 #: Tokens of the first sequence that show in which order the layers of a block are called.
 PROBE = 32
 #: Inputs of a layer that are kept for all batches, so that none is computed twice; with more, blocks run again.
@@ -77,7 +77,7 @@ class Sequential:
         self.tokens = sum(map(len, sequences))
 
         def begin(tokens: Tensor) -> Tensor:
-            return pool.submit(chain.begin, tokens.to(device), arguments).result().float()
+            return pool.submit(chain.begin, tokens.to(device), arguments).result()
 
         #: This rank's batches, by their index among all.
         self.hidden = {i: begin(x) for i, x in enumerate(batches(sequences)) if i % team.size == team.rank}
@@ -86,16 +86,16 @@ class Sequential:
 
     def quantize_block(self, index: int, linears: list[str], inputs: Inputs, quantize: Quantize) -> None:
         """Quantize the linears of a block in the order they run, then move the data on to the next block."""
-        block = self.chain.block(index).float()
+        block = self.chain.prepare(index)
         groups, run = self.groups(index, linears), partial(self.chain.run, index)
 
         def replace(group: list[str], measured: CalibrationData) -> None:
             for name, weight in quantize(group, measured).items():
-                block.get_parameter(f"{name}.weight").data.copy_(weight)
+                replace_weight(block, name, weight)
 
         widths = [block.get_parameter(f"{group[0]}.weight").shape[1] for group in groups]
         with inputs.quantized(block, linears):
-            if 4 * self.tokens * max(widths, default=0) > HELD_BYTES:
+            if self.chain.dtype.itemsize * self.tokens * max(widths, default=0) > HELD_BYTES:
                 for group, columns in zip(groups, widths, strict=True):
                     with self._again(index, group) as reads:
                         measured = _data(self._moments(columns, reads))
@@ -113,7 +113,7 @@ class Sequential:
 
     def advance(self, index: int, linears: list[str], inputs: Inputs) -> None:
         """Replace the hidden states by what the block makes of them, and let go of its weights."""
-        with inputs.quantized(self.chain.block(index).float(), linears):
+        with inputs.quantized(self.chain.prepare(index), linears):
             self._advance(index)
 
     def _advance(self, index: int) -> None:
@@ -225,8 +225,14 @@ def batches(sequences: list[Tensor]) -> list[Tensor]:
     return [torch.stack(batch) for batch in made]
 
 
+def replace_weight(block: nn.Module, name: str, weight: Tensor) -> None:
+    """Let a linear compute with another weight. The old one, which may lie in a mapped file, is not written to."""
+    parameter = block.get_parameter(f"{name}.weight")
+    parameter.data = weight.to(parameter)
+
+
 def _data(moments: Moments) -> CalibrationData:
-    mean = moments.mean().float()
+    mean = moments.mean(torch.float32)
     return CalibrationData(moments.count, mean.diagonal().clone(), mean)
 
 
@@ -258,7 +264,7 @@ class Inputs:
         """Within, the linears of a block read what they will read in the quantized model."""
 
         def rule(name: str) -> Any:
-            return lambda module, args: (self.rules[name](args[0]), *args[1:])
+            return lambda module, args: (self.rules[name](args[0]).to(args[0].dtype), *args[1:])
 
         handles = [block.get_submodule(n).register_forward_pre_hook(rule(n)) for n in linears if n in self.rules]
         try:

@@ -131,7 +131,7 @@ def sensitivity(x: Tensor, compensates: bool) -> Tensor:
     """
     if not compensates:
         return x.square().mean(0)
-    factored = FactoredHessian.of(x.T @ x / len(x), DAMPING)
+    factored = FactoredHessian.of((x.T @ x / len(x)).double(), DAMPING)
     found = torch.empty(x.shape[1], dtype=torch.float64)
     found[factored.order] = factored.factor.diagonal().double().square().reciprocal()
     return found

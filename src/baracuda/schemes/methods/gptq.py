@@ -1,7 +1,7 @@
 """GPTQ: integers that keep the output of the layer on the calibration data, not each weight by itself.
 
 Scales are searched first, weighed by the input's second moments. The columns that matter most are rounded first, with
-the scales of their groups as they are (act-order, static). A descent then improves integers and scales in turn.
+the scales of their groups as they are (act-order, static).
 """
 
 from __future__ import annotations
@@ -14,9 +14,6 @@ from ..formats import WeightFormat
 from ..method import QuantizedWeight, register_method
 from ..scales import choose
 
-#: Sweeps of the descent over all integers and scales of a weight.
-SWEEPS = 1
-
 
 @register_method("gptq", needs="hessian", nearest=False)
 def gptq(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> QuantizedWeight:
@@ -25,6 +22,5 @@ def gptq(weight: Tensor, format: WeightFormat, data: CalibrationData | None) -> 
     factored = data.once(f"gptq on {device}", lambda: solver.FactoredHessian.of(hessian).to(device))
     rows, chosen = weight.float(), choose(weight, format, data)
     group, (low, high), scale = format.group_size or weight.shape[1], format.range, chosen.grouped
-    integers = solver.gptq(rows, scale, group, low, high, factored)
-    found = solver.descend(rows, integers, scale, group, low, high, factored, chosen.stored, SWEEPS)
-    return chosen.pack(found.integers, found.scale, format, {"output_error": float(found.error.sum())})
+    found = solver.gptq(rows, scale, group, low, high, factored)
+    return chosen.pack(found.integers, scale, format, {"output_error": float(found.error.sum())})
