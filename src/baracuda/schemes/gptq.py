@@ -77,20 +77,19 @@ def gptq(weight: Tensor, scale: Tensor, group: int, low: int, high: int, factore
     Columns are rounded in the order of `factored`; each one's rounding error is compensated by those still to come.
     """
     width = weight.shape[1]
-    target = weight.t()[factored.order].contiguous()
+    target = weight.t().contiguous().index_select(0, factored.order)
     integers, left = torch.empty_like(target), torch.empty_like(target)
     scales, groups, factor = scale.t().contiguous(), factored.order // group, factored.factor
-    handed, error = torch.empty_like(target[:BLOCK]), torch.zeros_like(target[0])
+    handed, squares = torch.empty_like(target[:BLOCK]), torch.zeros_like(target[:BLOCK])
     for start in range(0, width, BLOCK):
         span = slice(start, min(start + BLOCK, width))
         values = torch.addmm(target[span], factor[span, :start], left[:start])
         errors = handed[: len(values)]
         _round_block(values, factor[span, span], scales, groups[span], low, high, integers[span], errors)
-        torch.addcmul(target[span], integers[span], scales[groups[span]], value=-1, out=left[span])
-        error += _column_sums(errors.square_())  # G @ (w - w_hat), squared
-    ordered = torch.empty_like(integers)
-    ordered[factored.order] = integers
-    return Rounded(ordered.t().contiguous(), error)
+        torch.addcmul(target[span], integers[span], scales.index_select(0, groups[span]), value=-1, out=left[span])
+        squares[: len(values)].addcmul_(errors, errors)  # errors are G @ (w - w_hat)
+    places = torch.argsort(factored.order)
+    return Rounded(integers.index_select(0, places).t().contiguous(), _column_sums(squares))
 
 
 def _round_block(
