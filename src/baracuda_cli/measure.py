@@ -85,7 +85,7 @@ def figures(found: dict[str, Any]) -> Table:
     for token in found.get("worst", [])[:3]:
         where = f"sequence {token['sequence']}, token {token['position']}"
         context = f"...{token['before'][-40:]!r} -> {token['text']!r}" if token.get("before") else ""
-        rows.add_row("worst token", escape(f"KL {token['kl']:.3f}, {where} {context}"))
+        rows.add_row("worst token", escape(f"KL {token['kl']:.3g}, {where} {context}"))
     noisy = sorted((db, name) for name, db in found.get("layers", {}).items() if db is not None)
     for db, name in noisy[:3]:
         rows.add_row("noisiest layer", escape(f"{name}: {db:.1f} dB"))

@@ -207,6 +207,19 @@ def test_no_thread_is_left_where_a_batch_or_the_caller_fails() -> None:
     assert threading.active_count() == before
 
 
+def test_the_report_says_what_blocks_computed_in_and_that_there_was_too_little_text(
+    llama: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has = torch.cpu.get_capabilities()
+    fast = has.get("avx512_bf16") or has.get("amx_bf16")
+    made = quantize(llama, tmp_path / "out", data)
+    assert made["smoothing"]["blocks"]["dtype"] == ("bfloat16" if fast else "float32") and not made["notes"]
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    plain = quantize(llama, tmp_path / "plain", data, samples=1, sequence_length=8)
+    assert plain["smoothing"]["blocks"]["dtype"] == "float32"
+    assert "Calibration read only 8 tokens" in plain["notes"][0]
+
+
 def test_one_shot_calibrates_on_the_float_model(llama: Path, data: Path, tmp_path: Path) -> None:
     once = quantize(llama, tmp_path / "once", data, one_shot=True, evaluation=data)
     blocks = quantize(llama, tmp_path / "blocks", data, evaluation=data)

@@ -165,7 +165,7 @@ def test_parquet_is_read_like_json_lines_or_says_what_to_install(tmp_path: Path)
     require_data(path)
     assert [piece.text for piece in read_pieces(path)] == ["w1 w2", "w3"]
     parquet.write_table(pyarrow.table({"other": [1, 2]}), path)
-    with pytest.raises(FlowError, match="expected a column text or messages, got other"):
+    with pytest.raises(FlowError, match="expected a column text or messages, got other; rename"):
         require_data(path)
     path.write_bytes(b"no parquet")
     with pytest.raises(FlowError, match="cannot be read as Parquet"):

@@ -63,7 +63,8 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
             del structure.linears[tensor]
             structure.left[module] = reason
     _require_floats(structure, source)
-    _require_matches(structure, source, ignore)
+    _require_matches(structure, source, [("--ignore", pattern) for pattern in ignore])
+    _require_matches(structure, source, [("recipe: match", pattern) for pattern, _ in recipe.rules])
     _require_found(structure, source, ignore)
     _require_whole_families(structure)
     _leave_whole_families(structure, source)
@@ -128,15 +129,18 @@ def _require_floats(structure: Structure, source: Checkpoint) -> None:
         )
 
 
-def _require_matches(structure: Structure, source: Checkpoint, ignore: tuple[str, ...]) -> None:
-    """Raise for a pattern that matches no module, a typing error. Modules that always stay float count too."""
+def _require_matches(structure: Structure, source: Checkpoint, patterns: list[tuple[str, str]]) -> None:
+    """Raise for a pattern that matches no module, a typing error. Modules that always stay float count too.
+
+    Each pattern comes with where it was given.
+    """
     names = {tensor.rpartition(".")[0] for tensor in source.where}.union(structure.left, structure.modules.values())
     names.add(HEAD)
-    for pattern in ignore:
+    for where, pattern in patterns:
         if not any(matches(pattern, name) for name in names):
             example = next(iter([*structure.linears.values(), *structure.left]), "")
             raise FlowError(
-                f"--ignore {pattern}: expected names of modules, such as {example}; it matches none of this model's: "
+                f"{where} {pattern}: expected names of modules, such as {example}; it matches none of this model's: "
                 "correct it, or drop it"
             )
 

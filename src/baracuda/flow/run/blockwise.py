@@ -69,6 +69,7 @@ class Blockwise:
         inside = {block: [n for n in linears if n.startswith(f"{block}.")] for block in chain.names}
         covered = {name for held in inside.values() for name in held}
         self.changes.notes["blocks"] = {"count": len(chain.names), "samples": len(sequences),
+                                        "tokens": sum(map(len, sequences)),
                                         "dtype": str(chain.dtype).removeprefix("torch."),
                                         "outside": sorted(names[n] for n in names.keys() - covered)}  # fmt: skip
         if weighed := sorted(m for n in covered if weighable(self.structure.choices[m := linears[n]])):

@@ -103,8 +103,19 @@ class Options:
         for name, least in (("samples", 1), ("sequence_length", 2)):
             if getattr(self, name) < least:
                 raise FlowError(f"{name}: expected at least {least}, got {getattr(self, name)}")
-        for pattern in (*self.ignore, *(rule.match for rule in self.rules)):
+        for pattern in self.ignore:
             require_pattern(pattern)
+        for rule in self.rules:
+            require_pattern(rule.match, "recipe: match")
+
+    def why_data(self, plan: Plan) -> str:
+        """Which of the options asks for calibration data."""
+        if self.budget is not None or self.max_kl is not None:
+            return "--budget" if self.budget is not None else "--max-kl"
+        if plan.smooth:
+            return "--smooth" if self.scheme != "w8a8-smoothquant" else f"--scheme {self.scheme}"
+        needing = [choice.method.name for choice in plan.recipe.choices if choice.method.needs is not None]
+        return f"--method {needing[0]}" if needing else f"{self.scheme} with {self.activations} activations"
 
     def record(self) -> dict[str, Any]:
         """As JSON. What is left at its default is not in it where older versions did not have the option."""
@@ -126,7 +137,7 @@ class Options:
         static = "" if scheme.activation.kind == "float" else ", or add --activations static"
         grouped = scheme.weight.group_size is not None
         unused = {
-            "alpha": (plan.smooth, f"{name} does not smooth: drop --alpha, or use --scheme w8a8-smoothquant"),
+            "alpha": (plan.smooth, f"{name} does not smooth: drop --alpha, or add --smooth"),
             "group_size": (grouped, f"{name} has no groups: drop --group-size, or use --scheme w4a8 or w4a16"),
             "calibration": (plan.needs_calibration, f"{kind} needs no data: drop --calibration{static}"),
         }

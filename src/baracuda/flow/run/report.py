@@ -70,11 +70,20 @@ def collect(
         "layers": layers,
         "left": [{"name": n, "reason": r} for n, r in sorted(structure.left.items(), key=lambda i: natural(i[0]))],
         "float_share": float_share(structure, source),
-        "notes": structure.notes(),
+        "notes": [*structure.notes(), *_few_tokens(notes, layers)],
         "smoothing": {key: value for key, value in notes.items() if key != "outliers"} or None,
         "size": {"before": before, "after": after, "ratio": after / before},
         "evaluation": None,
     }
+
+
+def _few_tokens(notes: dict[str, Any], layers: list[dict[str, Any]]) -> list[str]:
+    """A note where a layer has more inputs than calibration had tokens: their second moments are guesses then."""
+    tokens, widest = notes.get("blocks", {}).get("tokens"), max((layer["shape"][1] for layer in layers), default=0)
+    if tokens is None or tokens >= widest:
+        return []
+    return [f"Calibration read only {tokens} tokens for layers of up to {widest} inputs. Give it more text: some "
+            "thousand tokens at least."]  # fmt: skip
 
 
 def _texts(value: Any) -> list[str] | None:

@@ -64,8 +64,10 @@ class Run:
     def __post_init__(self) -> None:
         options = self.options
         if self.plan.needs_calibration and self.calibration is None:
-            raise FlowError(f"{options.scheme} with {options.activations} activations needs calibration data: a text, "
-                            "jsonl or safetensors file of tokens; pass --calibration FILE")  # fmt: skip
+            raise FlowError(
+                f"{options.why_data(self.plan)} needs calibration data: texts (.txt, .jsonl or .parquet) or tokens "
+                "(.safetensors); pass --calibration FILE"
+            )
         self._check_options()
         self.structure = find_linears(self.source, self.plan.recipe, options.ignore)
         if not self.allow_float:

@@ -130,7 +130,8 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(path) as file:
             wanted = [name for name in ("text", "messages") if name in file.schema_arrow.names]
             if not wanted:
-                raise FlowError(f"{path}: expected a column text or messages, got {', '.join(file.schema_arrow.names)}")
+                got = ", ".join(file.schema_arrow.names)
+                raise FlowError(f"{path}: expected a column text or messages, got {got}; rename the one with the texts")
             number = 0
             for batch in file.iter_batches(batch_size=256, columns=wanted):
                 for row in batch.to_pylist():
