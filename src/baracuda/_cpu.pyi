@@ -151,7 +151,6 @@ class WeightOnlyLinear:
         """From the operands of the op's row; without a workspace it uses memory of its thread."""
 
 def round_columns(
-    descends: bool,
     count: int,
     rows: int,
     pitch: int,
@@ -166,3 +165,9 @@ def round_columns(
     /,
 ) -> None:
     """Round `count` columns of a weight one after the other, all f32 `[count, rows]`: see `Columns` in csrc/job.hpp."""
+
+def gram(tokens: int, columns: int, x: int, packed: int, room: int, made: int, /) -> None:
+    """x.T @ x of bf16 tokens `[tokens, columns]`, on and below its diagonal, in f32; `packed` has `room` elements."""
+
+def has_gram() -> bool:
+    """Whether this processor has the instructions for `gram`."""

@@ -70,7 +70,8 @@ def bench(
 def figures(found: dict[str, Any]) -> Table:
     """What was measured, a figure a row."""
     rows = Table("", "", box=SIMPLE_HEAD, show_header=False)
-    rows.add_row("tokens", str(found["tokens"]))
+    perceives = "inputs" in found
+    rows.add_row("outputs" if perceives else "tokens", str(found["tokens"]))
     perplexity = found.get("perplexity")
     if isinstance(perplexity, dict):
         rows.add_row("perplexity, float", f"{perplexity['float']:.3f}")
@@ -79,7 +80,9 @@ def figures(found: dict[str, Any]) -> Table:
         rows.add_row("perplexity", f"{perplexity:.3f}")
     if "kl" in found:
         rows.add_row("KL divergence", f"{found['kl']:.5f}")
-        rows.add_row("same most likely token", f"{100 * found['top1_agreement']:.2f} %")
+    if "top1_agreement" in found:
+        same = "same largest output" if perceives else "same most likely token"
+        rows.add_row(same, f"{100 * found['top1_agreement']:.2f} %")
     if "cosine" in found:
         rows.add_row("cosine, mean", f"{found['cosine']['mean']:.5f}")
     for token in found.get("worst", [])[:3]:

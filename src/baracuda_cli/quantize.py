@@ -157,7 +157,9 @@ def _drawn(content: dict[str, Any], out: Path) -> Table:
     for name, value in summary(content):
         table.add_row(name, escape(value))
     table.add_row("report", escape(str(out / "baracuda_report.html")))
-    table.add_row("next", escape(f"baracuda verify {out}; baracuda chat {out}; in Python, baracuda.load({str(out)!r})"))
+    talks = "inputs" not in (content["evaluation"] or {})
+    chat = f"baracuda chat {out}; " if talks else ""
+    table.add_row("next", escape(f"baracuda verify {out}; {chat}in Python, baracuda.load({str(out)!r})"))
     return table
 
 

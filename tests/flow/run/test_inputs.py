@@ -14,6 +14,7 @@ import baracuda
 from baracuda.flow import FlowError, evaluate_checkpoint, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.tensorfile import write_tensors
 from baracuda.flow.run.data import require_data
+from baracuda.flow.run.verdict import verdict
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -52,6 +53,8 @@ def test_a_model_of_images_or_sounds_is_quantized_and_evaluated(name: str, tmp_p
     assert abs(found["cosine"]["mean"] - float(cosine.mean())) < 1e-4 and 0.9 < found["cosine"]["min"] < 1
     assert found["top1_agreement"] == float((exact.argmax(-1) == noisy.argmax(-1)).float().mean())
     assert min(found["layers"].values()) > 15
+    told = str(verdict(report))
+    assert "same largest output" in told and f"Only {outputs} outputs were measured: give more samples" in told
     again = evaluate_checkpoint(tmp_path / "out", tmp_path / "inputs.safetensors", against=tmp_path / "model")
     assert again["cosine"] == found["cosine"]
 
@@ -75,6 +78,7 @@ def test_inputs_that_the_model_does_not_read_are_told_before_anything_is_done(tm
         ({"pixel_values": torch.zeros(2, 3), "labels": torch.zeros(2)}, "labels: expected only inputs of a model"),
         ({"pixel_values": torch.zeros(2, 3).to(torch.uint8)}, "expected floats, as a processor makes them, got"),
         ({"input_values": torch.zeros(2, 3), "input_ids": torch.zeros(3, 2).long()}, "as many samples of each input"),
+        ({"pixel_values": torch.tensor([[1.0], [float("nan")]])}, "got NaN or infinite ones in sample 1"),
     ],
 )
 def test_a_file_of_other_tensors_is_refused(tensors: dict[str, torch.Tensor], message: str, tmp_path: Path) -> None:

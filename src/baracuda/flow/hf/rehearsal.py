@@ -24,8 +24,8 @@ def require_loadable(device: torch.device) -> None:
         with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
             with alone():
                 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
-            quantize_model(model, "w8a8")
-            save(model, Path(folder) / "model")
+                quantize_model(model, "w8a8")
+                save(model, Path(folder) / "model")
             loaded = load(Path(folder) / "model", device=device)
             with torch.no_grad():
                 loaded(input_ids=torch.ones(1, 2, dtype=torch.long, device=device))

@@ -46,6 +46,11 @@ def require_inputs(path: Path) -> None:
         rows = {name: entry.shape[0] if entry.shape else 0 for name, entry in file.entries.items()}
         if len(set(rows.values())) != 1 or 0 in rows.values():
             raise FlowError(f"{path}: expected as many samples of each input, got {rows}; write a row for each sample")
+        for name in filter(file.entries.__contains__, INPUTS):
+            for row in range(rows[name]):
+                if not bool(torch.isfinite(file.read(name, row, row + 1)).all()):
+                    told = f"expected finite values, got NaN or infinite ones in sample {row}"
+                    raise FlowError(f"{path}: {name}: {told}; leave it out of the file")
 
 
 def read_inputs(path: Path, samples: int, model: nn.Module) -> list[dict[str, Tensor]]:

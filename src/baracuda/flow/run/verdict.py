@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 GRADES = ("good", "fair", "poor")
@@ -37,6 +37,8 @@ class Criterion:
 KL = Criterion("KL divergence of the next-token distribution", 0.05, 0.2, ".2g", least=False)
 AGREEMENT = Criterion("same most likely token", 0.95, 0.80, ".0%", least=True)
 PERPLEXITY = Criterion("perplexity over that of the float model", 1.02, 1.10, ".2f", least=False)
+#: Of a model of images or sounds.
+ANSWERS = replace(AGREEMENT, name="same largest output")
 COSINE = Criterion("least cosine of an embedding", 0.99, 0.95, ".2f", least=True)
 
 
@@ -69,7 +71,7 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[tuple[Criterion, float]]:
     if evaluation.get("kl") is not None:
         yield KL, evaluation["kl"]
     if evaluation.get("top1_agreement") is not None:
-        yield AGREEMENT, evaluation["top1_agreement"]
+        yield ANSWERS if "inputs" in evaluation else AGREEMENT, evaluation["top1_agreement"]
     perplexity = evaluation.get("perplexity") or {}
     if perplexity.get("float") and perplexity.get("quantized") is not None:
         yield PERPLEXITY, perplexity["quantized"] / perplexity["float"]
@@ -78,11 +80,14 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[tuple[Criterion, float]]:
 
 
 def _advice(grade: str, content: dict[str, Any]) -> str:
-    tokens = content["evaluation"]["tokens"]
+    tokens, perceives = content["evaluation"]["tokens"], "inputs" in content["evaluation"]
     few = isinstance(tokens, int) and tokens < ENOUGH_TOKENS
-    more = f" Only {tokens} tokens were measured: give more text." if few else ""
+    what = "outputs were measured: give more samples" if perceives else "tokens were measured: give more text"
+    more = f" Only {tokens} {what}." if few else ""
     if grade == "good":
         return f"Nothing needs to be done.{more}"
+    if perceives:  # such models are not calibrated
+        return f"Leave the noisiest layers below out with --ignore.{more}"
     name, calibrated = content["scheme"]["name"], content["smoothing"] is not None or "method" in content
     if name.startswith("w4"):
         better = "another --group-size" if calibrated else "--method gptq --calibration FILE, or a smaller --group-size"
