@@ -66,6 +66,18 @@ def _shard(directory: Path, chance: random.Random) -> Path:
     return chance.choice(sorted(directory.glob("*.safetensors")))
 
 
+def changed(place: Path) -> list[str]:
+    """The checkpoints of a case that are not as they were made; all of them where none is or the model is changed."""
+    names = [name for name in DIRECTORIES if _state(place / name) != _state(place.parent / "kept" / name)]
+    return [name for name in names if name != "model"] if names and "model" not in names else list(CHECKPOINTS)
+
+
+def _state(directory: Path) -> dict[str, tuple[int, int, int]]:
+    """What a copy has in common with what it was made of."""
+    states = {path.name: path.lstat() for path in directory.iterdir()}
+    return {name: (state.st_mode, state.st_size, state.st_mtime_ns) for name, state in states.items()}
+
+
 def config_of_model(place: Path, chance: random.Random) -> None:
     vary_json(place / "model" / "config.json", chance)
 
