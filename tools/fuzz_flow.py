@@ -96,13 +96,7 @@ def make(kept: Path) -> None:
 
 
 def tokenizer(directory: Path) -> None:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(tokenizer_object=words)
+    fast = models.word_tokenizer()
     fast.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
     fast.save_pretrained(directory)
 

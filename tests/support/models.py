@@ -176,3 +176,33 @@ def save_built(build: Callable[[], nn.Module], directory: Path) -> nn.Module:
         model = build().eval()
         model.save_pretrained(directory)  # type: ignore[operator]
     return model
+
+
+def word_tokenizer(**options: Any) -> Any:
+    """A fast tokenizer with a word for each token: w0, w1, ..."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, **options)
+
+
+def quantized(folder: Path, name: str = "llama", source: str = "model", words: bool = False, **options: Any) -> Path:
+    """A folder with a model (`words`: and its tokenizer), tokens, and in `out` what the options make of the model."""
+    from baracuda.flow import quantize_checkpoint
+
+    save(name, folder / source)
+    if words:
+        word_tokenizer().save_pretrained(folder / source)
+    tokens(folder / "tokens.safetensors")
+    quantize_checkpoint(folder / source, folder / "out", **options)
+    return folder
+
+
+def change_json(path: Path, **settings: Any) -> None:
+    import json
+
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))

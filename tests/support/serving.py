@@ -82,14 +82,7 @@ def with_float_activations(out: Path) -> Path:
 
 
 def tokenizer() -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")
+    return models.word_tokenizer(unk_token="w0", eos_token="w2")
 
 
 @contextmanager

@@ -26,11 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("kept")
-    models.save("llama", folder / "model")
-    models.tokens(folder / "tokens.safetensors")
-    quantize_checkpoint(folder / "model", folder / "out")
-    return folder
+    return models.quantized(tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture
@@ -40,8 +36,7 @@ def place(kept: Path, tmp_path: Path) -> Path:
 
 
 def change(directory: Path, **settings: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    models.change_json(directory / "config.json", **settings)
 
 
 # -- what a config names -----------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -23,27 +22,12 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, pre_tokenizers
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("settings")
-    models.save("llama", folder / "model")
-    words = Tokenizer(WordLevel({f"w{i}": i for i in range(models.VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder / "model")
-    models.tokens(folder / "tokens.safetensors")
-    quantize_checkpoint(folder / "model", folder / "out")
-    return folder
+    return models.quantized(tmp_path_factory.mktemp("settings"), words=True)
 
 
 @pytest.fixture
 def place(kept: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(kept, tmp_path / "place"))
-
-
-def change(path: Path, **settings: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
 
 
 GENERATION: list[dict[str, Any]] = [
@@ -67,7 +51,7 @@ GENERATION: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", GENERATION, ids=lambda settings: next(iter(settings)))
 def test_how_a_model_generates_is_not_for_its_files_to_say(settings: dict[str, Any], kept: Path, place: Path) -> None:
     plain = Conversation(kept / "out").reply("w5 w6", max_tokens=3).text
-    change(place / "out" / "generation_config.json", **settings)
+    models.change_json(place / "out" / "generation_config.json", **settings)
     conversation = Conversation(place / "out")
     before = conversation.model.generation_config
     assert conversation.reply("w5 w6", max_tokens=3).text == plain
@@ -76,7 +60,7 @@ def test_how_a_model_generates_is_not_for_its_files_to_say(settings: dict[str, A
 
 
 def test_an_evaluation_samples_with_plain_settings(place: Path) -> None:
-    change(place / "model" / "generation_config.json", num_beams=10**6)
+    models.change_json(place / "model" / "generation_config.json", num_beams=10**6)
     data = place / "tokens.safetensors"
     content = quantize_checkpoint(place / "model", place / "new", evaluation=data, samples=2)
     assert content["evaluation"]["samples"][0]["float"]
@@ -85,7 +69,9 @@ def test_an_evaluation_samples_with_plain_settings(place: Path) -> None:
 def test_tokens_and_numbers_of_a_model_are_kept(place: Path) -> None:
     from baracuda.flow.hf.generation import plain_generation
 
-    change(place / "out" / "generation_config.json", eos_token_id=[7, 8], repetition_penalty=1.3, num_beams=3)
+    models.change_json(
+        place / "out" / "generation_config.json", eos_token_id=[7, 8], repetition_penalty=1.3, num_beams=3
+    )
     model = Conversation(place / "out").model
     with plain_generation(model):
         kept = model.generation_config
@@ -97,14 +83,14 @@ def test_tokens_and_numbers_of_a_model_are_kept(place: Path) -> None:
     [3, "{{ ''.__class__.__mro__ }}", "{% include '/etc/passwd' %}", "{{ raise_exception('\x1b[2J') }}", "{%"],
 )
 def test_a_chat_template_that_fails_is_told_in_a_sentence(template: Any, place: Path) -> None:
-    change(place / "out" / "tokenizer_config.json", chat_template=template)
+    models.change_json(place / "out" / "tokenizer_config.json", chat_template=template)
     done = CliRunner().invoke(app, ["chat", str(place / "out"), "-p", "w5", "--max-tokens", "2"])
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
     assert "\x1b" not in done.output and "the tokenizer fails" in " ".join(done.output.split())
 
 
 def test_a_tokenizer_larger_than_the_model_is_told_in_a_sentence(place: Path) -> None:
-    change(place / "out" / "tokenizer_config.json", tokenizer_class="ByT5Tokenizer")
+    models.change_json(place / "out" / "tokenizer_config.json", tokenizer_class="ByT5Tokenizer")
     with pytest.raises(FlowError, match="cannot generate text: IndexError"):
         Conversation(place / "out").reply("\u00ff\u00ff", max_tokens=2)
 
@@ -114,10 +100,12 @@ def test_a_tokenizer_reads_no_file_elsewhere(key: str, place: Path, tmp_path: Pa
     """Its words would come back in the samples of a report."""
     (tmp_path / "secret").write_text("topsecret\n[UNK]\n[PAD]\n")
     (place / "out" / "tokenizer.json").unlink()
-    change(place / "out" / "tokenizer_config.json", tokenizer_class="BertTokenizer", **{key: str(tmp_path / "secret")})
+    models.change_json(
+        place / "out" / "tokenizer_config.json", tokenizer_class="BertTokenizer", **{key: str(tmp_path / "secret")}
+    )
     with pytest.raises(CheckpointError, match=rf"{key} names .*: expected no file outside"):
         tokenizer(place / "out")
-    change(place / "out" / "tokenizer_config.json", **{key: "/root/of/another/machine/vocab.txt"})
+    models.change_json(place / "out" / "tokenizer_config.json", **{key: "/root/of/another/machine/vocab.txt"})
     try:
         assert "topsecret" not in tokenizer(place / "out").get_vocab()
     except FlowError as error:

@@ -28,16 +28,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    models.save("qwen2", folder / "<b>model")
-    tokens = models.tokens(folder / "tokens.safetensors")
-    quantize_checkpoint(
-        folder / "<b>model",
-        folder / "out",
-        scheme="w8a8-smoothquant",
-        calibration=tokens,
-        evaluation=tokens,
-        ignore=["*.layers.1.mlp.down_proj"],
-    )
+    measured = dict.fromkeys(("calibration", "evaluation"), folder / "tokens.safetensors")
+    ignored = ["*.layers.1.mlp.down_proj"]
+    models.quantized(folder, "qwen2", "<b>model", scheme="w8a8-smoothquant", ignore=ignored, **measured)
     return folder / "out"
 
 

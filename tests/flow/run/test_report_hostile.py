@@ -16,7 +16,7 @@ import models
 import pytest
 
 from baracuda.core.printable import printable
-from baracuda.flow import FlowError, quantize_checkpoint, report
+from baracuda.flow import FlowError, report
 from baracuda.flow.run.markup import ATTRIBUTES, TAGS, Markup, document, element
 from baracuda.flow.run.page import SCRIPT, STYLE, page
 from baracuda.flow.run.schema import require_report
@@ -30,12 +30,8 @@ ATTACK = "\"'><script>document.title='ran'</script><img src=x onerror=\"document
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hostile")
-    models.save("qwen2", folder / "model")
-    tokens = models.tokens(folder / "tokens.safetensors")
-    quantize_checkpoint(
-        folder / "model", folder / "out", scheme="w8a8-smoothquant", calibration=tokens, evaluation=tokens
-    )
-    return folder / "out"
+    measured = dict.fromkeys(("calibration", "evaluation"), folder / "tokens.safetensors")
+    return models.quantized(folder, "qwen2", scheme="w8a8-smoothquant", **measured) / "out"
 
 
 @pytest.fixture(scope="module")
