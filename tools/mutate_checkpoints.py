@@ -3,7 +3,7 @@
 Each change is tried as it is, without the original, and with the checksums renewed by somebody who wants it to go
 unnoticed, against the original. The bar: as it is, nothing passes. With renewed checksums and the original, nothing
 passes that moves a logit by more than 1e-3 of their size. What only the calibration data or the method's own run could
-tell (input scales; the integers of GPTQ) is counted apart.
+tell (input scales; the integers and scales of GPTQ) is counted apart.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def mutate(place: Path, options: argparse.Namespace, *, gptq: bool) -> tuple[Cou
                 counts["resealed, with the original"] += 1
                 moved = distance(exact, logits(out))
                 if moved > BAR:
-                    apart = where.endswith("input_scale") or (gptq and ".weight" in where)
+                    chosen = ("weight_packed", "weight_scale") if gptq else ()
+                    apart = where.endswith(("input_scale", *chosen))
                     counts["resealed, with the original, moved"] += 1
                     if not apart:
                         slips.append(f"{where}: resealed, it moved the logits by {moved:.1e}")
