@@ -8,9 +8,9 @@ import typer
 
 from . import chat, checkpoints, demonstrate, info, measure, quantize
 from .smooth_option import SmoothCommand
-from .terminal import console, version_of
+from .terminal import App, console, version_of
 
-app = typer.Typer(
+app = App(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

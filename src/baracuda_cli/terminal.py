@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -38,6 +41,37 @@ class PrintableConsole(Console):
             yield segment if text is segment.text else Segment(text, segment.style)
 
 
+class App(typer.Typer):
+    """An application that shows what other libraries log, warn of and raise as it shows its own text."""
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        with notices_shown():
+            try:
+                return super().__call__(*args, **options)
+            except Exception:  # a bug: its trace may quote what a file holds
+                stderr.print(traceback.format_exc(), markup=False, highlight=False, soft_wrap=True)
+                raise SystemExit(1) from None
+
+
+@contextmanager
+def notices_shown() -> Iterator[None]:
+    """Log messages and warnings come without control characters: libraries quote values of hostile files in them."""
+    make, form = logging.getLogRecordFactory(), warnings.formatwarning
+
+    def record(*args: Any, **options: Any) -> logging.LogRecord:
+        made = make(*args, **options)
+        made.msg, made.args = shown(made.getMessage()), None
+        return made
+
+    logging.setLogRecordFactory(record)
+    warnings.formatwarning = lambda *args, **options: shown(form(*args, **options))
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(make)
+        warnings.formatwarning = form
+
+
 #: Results go to stdout, everything else to stderr, so that `--json` can be piped.
 console = PrintableConsole()
 stderr = PrintableConsole(stderr=True)
@@ -64,7 +98,8 @@ class Output:
     def data(self, content: Any) -> None:
         """Print what the command found, when JSON was asked for."""
         if self.json:
-            print(json.dumps(content, indent=1, default=str))
+            text = json.dumps(content, indent=1, default=str)
+            print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON may hold as it is
 
 
 @contextmanager

@@ -64,6 +64,8 @@ TESTS: dict[str, list[tuple[str, str]]] = {
     "Control characters and halves of characters": [
         (MODELS, "test_names_with_control_characters_are_refused"),
         ("cli/test_app.py", "test_control_characters_of_names_reach_no_terminal"),
+        ("cli/test_terminal.py", "test_no_command_writes_what_a_terminal_obeys"),
+        ("cli/test_terminal.py", "test_what_libraries_log_warn_of_and_raise_is_shown"),
     ],
     "`baracuda report` checks the type": [
         (REPORT, "test_a_value_of_another_type_is_refused_with_its_place"),

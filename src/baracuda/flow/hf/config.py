@@ -136,11 +136,14 @@ def _known(quantization: Any, directory: Path) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the progress bars and notices of transformers: baracuda draws its own."""
+    """Silence the progress bars and notices of transformers: baracuda draws its own.
+
+    Its errors, too: they quote the config, and the exception that follows says what is wrong.
+    """
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
+    logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
         yield
