@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize fuzz \
+.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize sanitize-modules fuzz \
 	fuzz-flow mutate-checkpoints aarch64 slow soak package build clean vllm compat
 
 demo: .venv/demo  ## a first minute: a small model is trained, quantized four ways, verified and compared
@@ -93,10 +93,17 @@ build: .venv/installed
 	touch $@
 
 
-sanitize:  ## the native kernels under address and undefined-behaviour sanitizers, fuzzed over shapes, strides and bits
-	cmake -S tests/native -B build/native -DSANITIZE=ON
+sanitize:  ## the native kernels fuzzed over shapes, strides and bits, under the sanitizers of addresses, undefined behaviour and threads
+	cmake -S tests/native -B build/native -DSANITIZE=address,undefined
 	cmake --build build/native
 	build/native/fuzz 1500
+	cmake -S tests/native -B build/native-thread -DSANITIZE=thread
+	cmake --build build/native-thread
+	build/native-thread/fuzz 600
+
+sanitize-modules: .venv/installed  ## the compiled modules under the same sanitizers, as Python loads them, with a driver that records in place of CUDA's
+	$(BIN)/pip install --quiet 'nanobind>=2.4'
+	$(BIN)/python tools/sanitize_modules.py
 
 ROUNDS ?= 20000
 SEED ?= 1

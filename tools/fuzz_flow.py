@@ -206,7 +206,7 @@ def command(*arguments: str | Path) -> None:
     done = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise done.exception
-    if done.exit_code not in (0, 1, 2) or any(not c.isprintable() and c != "\n" for c in done.output):
+    if done.exit_code not in (0, 1, 2) or any(not c.isprintable() and c not in "\n\r" for c in done.output):
         raise AssertionError(f"{arguments[0]} ended with {done.exit_code}: {done.output[-100:]!a}")
 
 

@@ -274,6 +274,88 @@ void weight_only(const std::vector<Isa>& all) {
     }
 }
 
+// A norm or a gated product, as floats or quantized: inputs in spaced rows, gate and up side by side, empty rows.
+void production(const std::vector<Isa>& all) {
+    static const int64_t widths[] = {0, 1, 2, 3, 7, 31, 64, 129, 1000, 1024, 1025, 8191, 8193, 20000};
+    Production p{};
+    p.gated = upto(1), p.quantizes = upto(2), p.rows = upto(12), p.d = widths[upto(13)];
+    p.element = int(upto(3)), p.style = int(upto(STYLE_COUNT - 1)), p.activation = int(upto(ACTIVATION_COUNT - 1));
+    p.eps = upto(1) ? 1e-6 : 0;
+    const bool halves = p.gated && upto(1), adds = !p.gated && upto(1);
+    const int64_t size = bytes_of(p.element), pitch = (halves ? 2 * p.d : p.d) + upto(1) * 5, n = p.rows * p.d;
+    const int64_t spaced = p.rows ? ((p.rows - 1) * pitch + (halves ? 2 * p.d : p.d)) * size : 0;
+    Buffer x(spaced), other(halves ? 0 : spaced), sum(adds ? n * size : 0);
+    p.weight_code = int(upto(3)), p.bias_code = int(upto(3));
+    Buffer weight(p.d * bytes_of(p.weight_code)), bias(p.d * bytes_of(p.bias_code));
+    p.x = rows(x, p.d, pitch, pitch == p.d);
+    p.other = halves ? p.x : rows(other, p.d, pitch, pitch == p.d);
+    if (halves) p.other.data += p.d * size;
+    p.weight = !p.gated && upto(2) ? weight.data.get() : nullptr;
+    p.bias = !p.gated && upto(1) ? bias.data.get() : nullptr;
+    p.sum_out = adds ? sum.data.get() : nullptr;
+    Job& job = p.quantization;
+    Problem& q = job.p;
+    q.op = upto(1) ? DYNAMIC_QUANTIZE : QUANTIZE, q.element = p.element, q.quantized = S8 + int(upto(3)), q.last = p.d;
+    q.scale_element = p.element == F64 ? F64 : upto(1) ? F32 : p.element;
+    const int low[] = {-128, 0, -8, 0}, high[] = {127, 255, 7, 15};
+    q.q_min = low[q.quantized - S8], q.q_max = high[q.quantized - S8];
+    q.asymmetric = upto(1), q.include_zero = upto(1), q.reciprocal = upto(2) == 0;
+    const bool dynamic = q.op == DYNAMIC_QUANTIZE;
+    q.view = dynamic ? View{1, p.rows, p.d, 1} : View{1, 1, n, 1};
+    const int64_t unit = stored(q.quantized, p.d);
+    Buffer out(p.quantizes ? p.rows * unit : n * size), scale(p.rows * bytes_of(q.scale_element)), zero_point(p.rows * 4);
+    p.out = out.data.get();
+    job.out = rows(out, p.d, unit, true);
+    if (dynamic) {
+        job.scale_out = scale.data.get();
+        job.zero_point_out = q.asymmetric ? reinterpret_cast<int32_t*>(zero_point.data.get()) : nullptr;
+    } else {
+        job.scale_number = 0.37, job.zero_point_number = int32_t(upto(300)) - 150;
+    }
+    std::vector<std::vector<char>> expected;
+    for (size_t i = 0; i < all.size(); ++i) {
+        for (Buffer* written : {&out, &scale, &zero_point, &sum}) written->poison();
+        auto part = [&](int64_t j, int64_t of) { all[i].kernels->produce(p, j, of); };
+        share_out(i ? 1 + upto(3) : 1, part);
+        std::vector<std::vector<char>> found = {out.copy(), scale.copy(), zero_point.copy(), sum.copy()};
+        if (i == 0) expected = found;
+        if (found != expected) {
+            printf("production gated %d style %d activation %d element %d, %ld x %ld differs on %s\n", p.gated, p.style,
+                   p.activation, p.element, long(p.rows), long(p.d), all[i].name);
+            exit(1);
+        }
+    }
+}
+
+// What GPTQ does to the columns of a weight, and the descent behind it.
+void columns(const std::vector<Isa>& all) {
+    Columns c{};
+    c.count = upto(40), c.rows = upto(140), c.pitch = c.count + upto(3), c.descends = upto(1), c.low = -8, c.high = 7;
+    const int64_t groups = 1 + upto(3), n = c.count * c.rows;
+    auto floats = [&](int64_t count) {
+        std::vector<float> made(count);
+        for (float& x : made) x = float(int64_t(engine() % 2001) - 1000) / 256;
+        return made;
+    };
+    const std::vector<float> values = floats(n), scale = floats(groups * c.rows), before = floats(n);
+    const std::vector<float> factor = floats(c.count ? (c.count - 1) * c.pitch + c.count : 0);
+    std::vector<int64_t> group_of(c.count);
+    for (int64_t& group : group_of) group = upto(groups - 1);
+    c.values = values.data(), c.factor = factor.data(), c.scale = scale.data();
+    c.groups = upto(1) ? group_of.data() : nullptr;
+    std::vector<float> first, handed;
+    for (size_t i = 0; i < all.size(); ++i) {
+        std::vector<float> integers = before, passed(n);
+        c.integers = integers.data(), c.passed = passed.data();
+        all[i].kernels->round_columns(c);
+        if (i == 0) first = integers, handed = passed;
+        if (n && (memcmp(first.data(), integers.data(), n * 4) || memcmp(handed.data(), passed.data(), n * 4))) {
+            printf("columns %ld x %ld differ on %s\n", long(c.count), long(c.rows), all[i].name);
+            exit(1);
+        }
+    }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -283,6 +365,8 @@ int main(int argc, char** argv) {
     for (long round = 0; round < rounds; ++round) {
         if (round % 8 == 0) linear(all);
         if (round % 8 == 4) weight_only(all);
+        if (round % 8 == 2) production(all);
+        if (round % 8 == 6) columns(all);
         Case c;
         build(c);
         const Problem& p = c.job.p;
