@@ -39,6 +39,7 @@ TESTS: dict[str, list[tuple[str, str]]] = {
         (SETTINGS, "test_an_evaluation_samples_with_plain_settings"),
         (SETTINGS, "test_a_tokenizer_reads_no_file_elsewhere"),
         (SETTINGS, "test_a_chat_template_that_fails_is_told_in_a_sentence"),
+        (SETTINGS, "test_a_chat_template_that_makes_a_long_text_of_a_short_one_is_refused"),
     ],
     "Nothing is written, and nothing removed, through a link": [
         (ATTACKS, "test_a_report_is_never_written_through_a_link"),

@@ -10,7 +10,7 @@ import models
 import pytest
 from typer.testing import CliRunner
 
-from baracuda.flow import CheckpointError, FlowError, quantize_checkpoint
+from baracuda.flow import CheckpointError, FlowError, evaluate_checkpoint, quantize_checkpoint
 from baracuda.flow.hf.chat import Conversation
 from baracuda.flow.hf.forward import tokenizer
 from baracuda.flow.run.speed import compare_speed
@@ -87,6 +87,16 @@ def test_a_chat_template_that_fails_is_told_in_a_sentence(template: Any, place: 
     done = CliRunner().invoke(app, ["chat", str(place / "out"), "-p", "w5", "--max-tokens", "2"])
     assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
     assert "\x1b" not in done.output and "the tokenizer fails" in " ".join(done.output.split())
+
+
+def test_a_chat_template_that_makes_a_long_text_of_a_short_one_is_refused(place: Path) -> None:
+    """A tokenizer takes far more memory than its text, and ends the process where there is none."""
+    models.change_json(place / "out" / "tokenizer_config.json", chat_template="{{ 'w5 ' * 1000000 }}")
+    with pytest.raises(FlowError, match="makes 3000000 characters of a conversation of 35: expected at most"):
+        Conversation(place / "out").reply("w5", max_tokens=2)
+    (place / "texts.jsonl").write_text('{"messages": [{"role": "user", "content": "w5"}]}\n')
+    with pytest.raises(FlowError, match="makes 3000000 characters"):
+        evaluate_checkpoint(place / "out", place / "texts.jsonl")
 
 
 def test_a_tokenizer_larger_than_the_model_is_told_in_a_sentence(place: Path) -> None:

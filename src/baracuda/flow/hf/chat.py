@@ -12,7 +12,7 @@ import torch
 
 from ...plans.plan import resolve_device
 from ..errors import FlowError
-from .forward import any_model, generates, tokenizer
+from .forward import any_model, generates, templated, tokenizer
 from .generation import failures_told, plain_generation
 from .hub import local_directory
 from .skeleton import quiet, require_transformers
@@ -95,7 +95,7 @@ class Conversation:
             ids = self.tokenizer(text, return_tensors="pt")["input_ids"]
         else:
             turns = [*self.turns, {"role": "user", "content": text}]
-            rendered = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            rendered = templated(self.tokenizer, turns, add_generation_prompt=True)
             ids = self.tokenizer(rendered, add_special_tokens=False, return_tensors="pt")["input_ids"]
         if not ids.shape[1]:
             raise FlowError("expected a text of at least one token, got none; type something")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from .skeleton import require_transformers
 
 #: Small, and unlike any size of a model, so that no two axes are taken for one another.
 TRACE_SHAPE = (2, 11)
-
-
+#: Characters that a chat template may add to any conversation: instructions, tools, examples.
+TEMPLATE_ROOM = 1 << 20
 TOKENIZER = "tokenizer_config.json"
 #: Settings of a tokenizer that name files of its vocabulary.
 _FILE = re.compile(r"(file|spm|vocab|merges)$")
@@ -83,6 +83,22 @@ def tokenizer(directory: Path) -> Any:
             f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
             f"instead ({reason})"
         ) from None
+
+
+def templated(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """A conversation as the tokenizer's template writes it.
+
+    Raises FlowError where that is far longer than what was said: a tokenizer takes many times the memory of its text,
+    and ends the process where there is none left.
+    """
+    made: str = tokenizer.apply_chat_template(turns, tokenize=False, **options)
+    said = len(str(turns))
+    if len(made) > TEMPLATE_ROOM + 16 * said:
+        raise FlowError(
+            f"the chat template makes {len(made)} characters of a conversation of {said}: expected at most "
+            f"{TEMPLATE_ROOM + 16 * said}; correct the template"
+        )
+    return made
 
 
 def _require_own_files(directory: Path) -> None:

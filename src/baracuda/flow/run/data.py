@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.tensorfile import TensorFile
 from ..errors import FlowError
-from ..hf.forward import float_model, generates, require_readable, tokenizer
+from ..hf.forward import float_model, generates, require_readable, templated, tokenizer
 from ..hf.generation import failures_told
 from .inputs import holds_inputs, require_inputs, require_perceived
 from .options import Options, Progress
@@ -94,12 +94,13 @@ class Encoder:
                 "a text instead"
             )
         try:
-            made: str = self.tokenizer.apply_chat_template(messages, tokenize=False)
+            return templated(self.tokenizer, messages)
+        except FlowError:
+            raise
         except Exception as error:  # a template is a program and can fail in any way
             raise FlowError(
                 f"{self.directory}: its chat template refuses {str(messages)[:80]}: {error}; correct the messages"
             ) from None
-        return made
 
 
 @contextmanager
