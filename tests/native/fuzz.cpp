@@ -257,7 +257,7 @@ void weight_only(const std::vector<Isa>& all) {
     f.w_pitch = is_packed(weight) ? packed(k) : k;
     f.scale = scale.data.get(), f.scale_code = F32, f.scale_pitch = f.zero_point_pitch = segments;
     f.zero_point = upto(1) ? reinterpret_cast<int32_t*>(zero_point.data.get()) : nullptr;
-    f.group = group ? group : (k + 31) / 32 * 32, f.prepared = prepared.data.get();
+    f.group = group ? group : (k / 32 + 1) * 32, f.prepared = prepared.data.get();
     Epilogue e{};
     e.m = m, e.n = n, e.k = k, e.element = element, e.activation = int(upto(ACTIVATION_COUNT - 1));
     e.scale_a_number = e.scale_w_number = 1, e.bias = upto(1) ? bias.data.get() : nullptr, e.bias_code = F32;
