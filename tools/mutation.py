@@ -173,8 +173,14 @@ MUTANTS = [
     Mutant("layer norm without its mean", "x = x - row_sums(x) / size", "x = x", (FUSED,)),
     Mutant(
         "sums of a norm in torch's order",
-        "return segment_sums(x.reshape(view.shape), view).view(-1, 1)",
-        "return x.sum(dim=1, keepdim=True)",
+        "blocks = block_sums(x.T, SUM_LANES, SUM_STEPS, neighbours=True)",
+        "blocks = x.T.sum(dim=0, keepdim=True)",
+        (FUSED,),
+    ),
+    Mutant(
+        "lanes of a norm halved",
+        "blocks = block_sums(x.T, SUM_LANES, SUM_STEPS, neighbours=True)",
+        "blocks = block_sums(x.T, SUM_LANES, SUM_STEPS)",
         (FUSED,),
     ),
     Mutant("sums of a norm in f32", "x = h.to(torch.float64)", "x = h.to(torch.float32)", (FUSED,)),
