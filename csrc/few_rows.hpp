@@ -9,8 +9,16 @@
 namespace baracuda {
 namespace {
 
-constexpr int64_t TOKENS = 16, WIDTH = 64;  // of the sums that one thread holds
-constexpr int64_t STRIDE = WIDTH + 4;       // four columns are multiplied at a time
+// The sums that one thread holds: those of TOKENS rows of activations at most, and of more columns the fewer there are.
+constexpr int64_t TOKENS = 16, HELD = 1024;
+
+template <class I>
+struct Sums {
+    I* first;
+    int64_t width;  // columns
+    I* of(int64_t token) const { return first + token * width; }
+    Sums from(int64_t token) const { return {of(token), width}; }
+};
 
 // K up to which (a - zero point) * w cannot leave 32 bits, whatever the data.
 constexpr int64_t NARROW_K = 65536;
@@ -43,16 +51,16 @@ struct PlainProduct {
     const Epilogue& e;
     const Dot& dot;
 
-    void operator()(int64_t m, int64_t tokens, int64_t first, int64_t width, I (*acc)[STRIDE]) const {
+    void operator()(int64_t m, int64_t tokens, int64_t first, Sums<I> acc) const {
         alignas(64) int8_t buffer[CHUNK];
         const int16_t* a = reinterpret_cast<const int16_t*>(dot.prepared) + m * e.k;
         for (int64_t j = 0; j < tokens; ++j)
-            for (int64_t c = 0; c < width; ++c) acc[j][c] = 0;
+            for (int64_t c = 0; c < acc.width; ++c) acc.of(j)[c] = 0;
         for (int64_t i = 0; i < e.k; i += CHUNK) {
             const int64_t n = least(CHUNK, e.k - i);
-            for (int64_t c = 0; c < width; ++c) {
+            for (int64_t c = 0; c < acc.width; ++c) {
                 const int8_t* w = weights(dot, first + c, i, n, buffer);
-                for (int64_t j = 0; j < tokens; ++j) acc[j][c] += inner_product(a + j * e.k + i, w, n);
+                for (int64_t j = 0; j < tokens; ++j) acc.of(j)[c] += inner_product(a + j * e.k + i, w, n);
             }
         }
     }
@@ -63,14 +71,15 @@ struct PlainProduct {
 template <class M, class I, class Product>
 inline void multiply_share(const Epilogue& e, Range r, const Product& product) {
     Columns<M> columns;
-    alignas(64) I acc[TOKENS][STRIDE];
-    for (int64_t first = r.first; first < r.last; first += WIDTH) {
-        const int64_t width = least(WIDTH, r.last - first);
-        columns.read(e, first, width);
-        for (int64_t m = 0; m < e.m; m += TOKENS) {
-            const int64_t tokens = least(TOKENS, e.m - m);
-            product(m, tokens, first, width, acc);
-            for (int64_t j = 0; j < tokens; ++j) finish_row<M>(e, m + j, first, width, acc[j], columns);
+    alignas(64) I held[HELD];
+    const int64_t most = least(TOKENS, e.m), widest = least(HELD / most, TILE<M>);
+    for (int64_t first = r.first; first < r.last; first += widest) {
+        const Sums<I> acc{held, least(widest, r.last - first)};
+        columns.read(e, first, acc.width);
+        for (int64_t m = 0; m < e.m; m += most) {
+            const int64_t tokens = least(most, e.m - m);
+            product(m, tokens, first, acc);
+            for (int64_t j = 0; j < tokens; ++j) finish_row<M>(e, m + j, first, acc.width, acc.of(j), columns);
         }
     }
 }
@@ -86,7 +95,7 @@ inline bool uses_vectors(const Epilogue& e, const Dot& dot) {
 template <class M>
 void multiply_in(const Epilogue& e, const Dot& dot, Range r) {
 #if defined(BARACUDA_VNNI)
-    if (uses_vectors(e, dot)) return multiply_share<M, int32_t>(e, r, VectorProduct<STRIDE>(e, dot));
+    if (uses_vectors(e, dot)) return multiply_share<M, int32_t>(e, r, VectorProduct<Sums<int32_t>>(e, dot));
 #endif
     if (e.k <= NARROW_K) return multiply_share<M, int32_t>(e, r, PlainProduct<int32_t>{e, dot});
     multiply_share<M, int64_t>(e, r, PlainProduct<int64_t>{e, dot});

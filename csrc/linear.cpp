@@ -9,13 +9,15 @@ namespace nb = nanobind;
 namespace baracuda {
 namespace {
 
-// Bytes of weights that a thread takes at a time: enough to be worth the taking, few enough to even out the threads.
+// Bytes of weights that a thread takes at a time: enough to be worth the taking, few enough to even out the threads. As
+// many parts for each.
 constexpr int64_t PART_BYTES = 48 << 10, LEAST_ROWS = 16;
 
 int64_t parts_of(int64_t n, int64_t k, int weight, int64_t threads) {
     if (threads == 1) return 1;
     const int64_t bytes = is_packed(weight) ? packed(k) : k, rows = PART_BYTES / (bytes ? bytes : 1);
-    return (n + (rows < LEAST_ROWS ? LEAST_ROWS : rows) - 1) / (rows < LEAST_ROWS ? LEAST_ROWS : rows);
+    const int64_t each = threads * (rows < LEAST_ROWS ? LEAST_ROWS : rows);
+    return (n + each - 1) / each * threads;
 }
 
 class Linear {

@@ -12,6 +12,7 @@
 namespace baracuda {
 namespace {
 
+constexpr int64_t AHEAD = 1024;       // bytes of a row that are fetched before they are read
 constexpr int64_t LANE_WEIGHTS = 32;  // the 4-bit weights of 16 bytes, which share a table
 
 // table[f][nibble] = f * s4(nibble) + 128
@@ -40,6 +41,7 @@ struct Vector {
     static V look_up(V table, V at) { return _mm512_shuffle_epi8(table, at); }
     static __m128i row(int factor) { return _mm_load_si128(reinterpret_cast<const __m128i*>(TABLES.of[factor & 15])); }
     static V table(int factor) { return _mm512_broadcast_i32x4(row(factor)); }
+    static V table(int first, int second) { return _mm512_mask_broadcast_i32x4(table(first), 0xff00, row(second)); }
     static V table(const uint8_t* factors, const int32_t* groups) {
         V t = table(factors[groups[0]]);
         t = _mm512_mask_broadcast_i32x4(t, 0x00f0, row(factors[groups[1]]));
@@ -78,9 +80,10 @@ struct Vector {
     static V look_up(V table, V at) { return _mm256_shuffle_epi8(table, at); }
     static __m128i row(int factor) { return _mm_load_si128(reinterpret_cast<const __m128i*>(TABLES.of[factor & 15])); }
     static V table(int factor) { return _mm256_broadcastsi128_si256(row(factor)); }
-    static V table(const uint8_t* factors, const int32_t* groups) {
-        return _mm256_inserti128_si256(_mm256_castsi128_si256(row(factors[groups[0]])), row(factors[groups[1]]), 1);
+    static V table(int first, int second) {
+        return _mm256_inserti128_si256(_mm256_castsi128_si256(row(first)), row(second), 1);
     }
+    static V table(const uint8_t* factors, const int32_t* groups) { return table(factors[groups[0]], factors[groups[1]]); }
     static __m128i sum(V a, V b, V c, V d) {
         const V four = _mm256_hadd_epi32(_mm256_hadd_epi32(a, b), _mm256_hadd_epi32(c, d));
         return _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1));
@@ -165,6 +168,14 @@ struct GroupsInVector : Nibbles {
     }
 };
 
+// Where a group has whole halves of a vector.
+struct HalvesInGroup : GroupsInVector {
+    void read(int r, int64_t at, V stored, V* parts) const {
+        const int32_t* lanes = groups + at * (Vector::BYTES / 16);
+        spread(Vector::table(factors[r][lanes[0]], factors[r][lanes[Vector::BYTES / 32]]), stored, parts);
+    }
+};
+
 // Where a group has whole vectors.
 struct VectorsInGroup : GroupsInVector {
     void read(int r, int64_t at, V stored, V* parts) const {
@@ -195,29 +206,26 @@ ALWAYS_INLINE void product_of_four(const Format& format, const char* const w[4],
         }
     };
     const int64_t whole = bytes / BYTES * BYTES;
-    const int64_t ahead = bytes < 2048 ? 1024 : 0;  // a prefetcher sees too little of a short row
-    if (N <= 2) {  // memory in order, as prefetchers like it
+    for (int64_t i = 0; i < whole; i += BYTES) {
 #pragma GCC unroll 4
         for (int r = 0; r < 4; ++r) {
-            for (int64_t i = 0; i < whole; i += BYTES) {
-                __builtin_prefetch(w[r] + i + ahead);
-                add(r, i, Vector::load(w[r] + i));
-            }
-            if (whole < bytes) add(r, whole, Vector::load(w[r] + whole, bytes - whole));
+            __builtin_prefetch(w[r] + i + AHEAD);
+            add(r, i, Vector::load(w[r] + i));
         }
-    } else {  // the activations once for four rows
-        for (int64_t i = 0; i < whole; i += BYTES) {
-#pragma GCC unroll 4
-            for (int r = 0; r < 4; ++r) add(r, i, Vector::load(w[r] + i));
-        }
-#pragma GCC unroll 4
-        for (int r = 0; r < 4 && whole < bytes; ++r) add(r, whole, Vector::load(w[r] + whole, bytes - whole));
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < 4 && whole < bytes; ++r) add(r, whole, Vector::load(w[r] + whole, bytes - whole));
     for (int t = 0; t < N; ++t) out[t] = Vector::sum(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
     if (SUMS) weight_sums = Vector::sum(sums[0], sums[1], sums[2], sums[3]);
 }
 
-template <int64_t STRIDE>
+// Rows of weights that are multiplied together.
+struct FourRows {
+    const char* w[4];
+    int64_t at[4];  // their places among all rows
+};
+
+template <class Sums>
 class VectorProduct {
     const Epilogue& e;
     const Dot& dot;
@@ -229,25 +237,21 @@ public:
         for (int64_t m = 0; m < e.m; ++m) moved_ |= zero_point(m) != 0;
     }
 
-    void operator()(int64_t m, int64_t tokens, int64_t first, int64_t width, int32_t (*acc)[STRIDE]) const {
-        const int64_t last = first + width - 1;
-        for (int64_t c = 0; c < width; c += 4) {
-            int64_t rows[4];
-            const char* w[4];
-            for (int64_t r = 0; r < 4; ++r) rows[r] = least(first + c + r, last), w[r] = dot.w + rows[r] * dot.w_pitch;
+    void operator()(int64_t m, int64_t tokens, int64_t first, Sums acc) const {
+        // A processor fetches ahead only so far in one place, but in several places at once: four rows that lie apart.
+        const int64_t last = first + acc.width - 1, apart = (acc.width + 3) / 4;
+        for (int64_t c = 0; c < apart; ++c) {
+            FourRows rows;
+            for (int64_t r = 0; r < 4; ++r) {
+                rows.at[r] = least(first + c + r * apart, last);
+                rows.w[r] = dot.w + rows.at[r] * dot.w_pitch;
+            }
             if (!dot.w_packed) {
-                by_sums(Bytes{}, w, rows, m, tokens, c, acc);
+                by_sums(Bytes{}, rows, m, tokens, first, acc);
             } else if (!dot.factor) {
-                by_sums(Nibbles{}, w, rows, m, tokens, c, acc);
+                by_sums(Nibbles{}, rows, m, tokens, first, acc);
             } else {
-                VectorsInGroup format;
-                for (int64_t r = 0; r < 4; ++r) format.factors[r] = dot.factor + rows[r] * dot.factor_pitch;
-                format.groups = prepared.groups;
-                if (dot.group % (2 * Vector::BYTES) == 0) {
-                    by_sums(format, w, rows, m, tokens, c, acc);
-                } else {
-                    by_sums(static_cast<const GroupsInVector&>(format), w, rows, m, tokens, c, acc);
-                }
+                in_groups(rows, m, tokens, first, acc);
             }
         }
     }
@@ -256,49 +260,64 @@ private:
     // As the shifted activations see it.
     int32_t zero_point(int64_t m) const { return row_zero_point(e, m) - (dot.a_unsigned ? 128 : 0); }
 
+    void in_groups(const FourRows& rows, int64_t m, int64_t tokens, int64_t first, Sums acc) const {
+        GroupsInVector format;
+        for (int64_t r = 0; r < 4; ++r) format.factors[r] = dot.factor + rows.at[r] * dot.factor_pitch;
+        format.groups = prepared.groups;
+        if (dot.group % (2 * Vector::BYTES) == 0) {
+            by_sums(VectorsInGroup{format}, rows, m, tokens, first, acc);
+        } else if (dot.group % Vector::BYTES == 0) {
+            by_sums(HalvesInGroup{format}, rows, m, tokens, first, acc);
+        } else {
+            by_sums(format, rows, m, tokens, first, acc);
+        }
+    }
+
     template <class Format>
-    ALWAYS_INLINE void by_sums(const Format& format, const char* const w[4], const int64_t rows[4], int64_t m, int64_t tokens,
-                 int64_t c, int32_t (*acc)[STRIDE]) const {
-        if (moved_ && !e.weight_sum) return by_tokens<true>(format, w, rows, m, tokens, c, acc);
-        by_tokens<false>(format, w, rows, m, tokens, c, acc);
+    ALWAYS_INLINE void by_sums(const Format& format, const FourRows& rows, int64_t m, int64_t tokens, int64_t first,
+                               Sums acc) const {
+        if (moved_ && !e.weight_sum) return by_tokens<true>(format, rows, m, tokens, first, acc);
+        by_tokens<false>(format, rows, m, tokens, first, acc);
     }
 
     template <bool SUMS, class Format>
-    ALWAYS_INLINE void by_tokens(const Format& format, const char* const w[4], const int64_t rows[4], int64_t m, int64_t tokens,
-                   int64_t c, int32_t (*acc)[STRIDE]) const {
+    ALWAYS_INLINE void by_tokens(const Format& format, const FourRows& rows, int64_t m, int64_t tokens, int64_t first,
+                                 Sums acc) const {
         for (int64_t j = 0; j < tokens; j += Vector::TOKENS) {
             const int64_t n = least(Vector::TOKENS, tokens - j);
             if (n == 1) {
-                some_tokens<1, SUMS>(format, w, rows, m + j, c, acc + j);
+                some_tokens<1, SUMS>(format, rows, m + j, first, acc.from(j));
             } else if (n == 2) {
-                some_tokens<2, SUMS>(format, w, rows, m + j, c, acc + j);
+                some_tokens<2, SUMS>(format, rows, m + j, first, acc.from(j));
             } else if constexpr (Vector::TOKENS > 2) {
                 if (n == 3) {
-                    some_tokens<3, SUMS>(format, w, rows, m + j, c, acc + j);
+                    some_tokens<3, SUMS>(format, rows, m + j, first, acc.from(j));
                 } else {
-                    some_tokens<4, SUMS>(format, w, rows, m + j, c, acc + j);
+                    some_tokens<4, SUMS>(format, rows, m + j, first, acc.from(j));
                 }
             }
         }
     }
 
     template <int N, bool SUMS, class Format>
-    __attribute__((noinline)) void some_tokens(const Format& format, const char* const w[4], const int64_t rows[4],
-                                               int64_t m, int64_t c, int32_t (*acc)[STRIDE]) const {
+    __attribute__((noinline)) void some_tokens(const Format& format, const FourRows& rows, int64_t m, int64_t first,
+                                               Sums acc) const {
         __m128i out[N], weight_sums = _mm_setzero_si128();
-        product_of_four<N, SUMS>(format, w, prepared, m, out, weight_sums);
+        product_of_four<N, SUMS>(format, rows.w, prepared, m, out, weight_sums);
         if (moved_) {
             if (SUMS) {
                 weight_sums = _mm_sub_epi32(weight_sums, _mm_set1_epi32(int32_t(128 * e.k)));
             } else {
                 const int32_t* s = e.weight_sum;
-                weight_sums = _mm_setr_epi32(s[rows[0]], s[rows[1]], s[rows[2]], s[rows[3]]);
+                weight_sums = _mm_setr_epi32(s[rows.at[0]], s[rows.at[1]], s[rows.at[2]], s[rows.at[3]]);
             }
         }
         for (int t = 0; t < N; ++t) {
             __m128i sum = _mm_sub_epi32(out[t], _mm_set1_epi32(int32_t(uint32_t(prepared.sums[m + t]) << 7)));
             if (moved_) sum = _mm_sub_epi32(sum, _mm_mullo_epi32(weight_sums, _mm_set1_epi32(zero_point(m + t))));
-            _mm_storeu_si128(reinterpret_cast<__m128i*>(acc[t] + c), sum);
+            alignas(16) int32_t four[4];
+            _mm_store_si128(reinterpret_cast<__m128i*>(four), sum);
+            for (int r = 0; r < 4; ++r) acc.of(t)[rows.at[r] - first] = four[r];
         }
     }
 };

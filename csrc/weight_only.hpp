@@ -10,6 +10,7 @@ namespace baracuda {
 namespace {
 
 constexpr int64_t LANES = 32;
+constexpr int64_t FETCHED = 1024;  // bytes of a row that are fetched before they are read
 
 // 32 weights or sums: those of even k, then those of odd k.
 template <class M>
@@ -59,77 +60,88 @@ struct Block<float> {
 
 // -- weights -----------------------------------------------------------------------------------------------------
 
+// What the weights of a group share.
+template <class M, bool PACKED>
+struct Group {
+    M scale;
+    int32_t zero_point;
+
+    void begin(const FloatWeights&) {}
+    ALWAYS_INLINE void enter(M s, const int32_t* zero) { scale = s, zero_point = zero ? *zero : 0; }
+};
+
+#if defined(__AVX512F__)
+template <>
+struct Group<float, true> {
+    __m512 values, table;  // the sixteen values of four bits, and what they stand for
+
+    void begin(const FloatWeights& f) {
+        const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        const __m512i flip = _mm512_set1_epi32(f.weight == S4 ? 8 : 0);
+        values = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_xor_si512(count, flip), flip));
+    }
+    // Integers below 2**24: the difference is exact in f32, too.
+    ALWAYS_INLINE void enter(float scale, const int32_t* zero) {
+        const __m512 moved = zero ? _mm512_sub_ps(values, _mm512_set1_ps(float(*zero))) : values;
+        table = _mm512_mul_ps(moved, _mm512_set1_ps(scale));
+    }
+};
+#endif
+
 // Of one row. Scales and zero points are one for each group of k; some at a time are converted ahead.
 template <class M, bool PACKED>
 class Row {
     static constexpr int64_t AHEAD = 64;
-    const FloatWeights& f;
+    const FloatWeights* f;
     const uint8_t* stored;
-    int64_t row, groups, base = 0, filled = 0;
+    int64_t row, groups, base, filled;
     M scales[AHEAD];
     int32_t zero_points[AHEAD];
 
 public:
-    M scale = 0;
-    int32_t zero_point = 0;
-#if defined(__AVX512F__)
-    __m512 values, table;  // the sixteen values of four bits, and what they stand for in this group
-#endif
-
-    Row(const FloatWeights& weights, int64_t n, int64_t k)
-        : f(weights), stored(reinterpret_cast<const uint8_t*>(weights.w) + n * weights.w_pitch), row(n),
-          groups((k + weights.group - 1) / weights.group) {
-#if defined(__AVX512F__)
-        const __m512i count = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-        const __m512i flip = _mm512_set1_epi32(f.weight == S4 ? 8 : 0);
-        values = table = _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_xor_si512(count, flip), flip));
-#endif
+    void begin(const FloatWeights& weights, int64_t n, int64_t k) {
+        f = &weights, stored = reinterpret_cast<const uint8_t*>(weights.w) + n * weights.w_pitch, row = n;
+        groups = (k + weights.group - 1) / weights.group, base = filled = 0;
     }
 
-    ALWAYS_INLINE void enter(int64_t group) {
-        if (group >= filled) fill(group);
-        scale = scales[group - base];
-        zero_point = f.zero_point ? zero_points[group - base] : 0;
-#if defined(__AVX512F__)
-        // Integers below 2**24: the difference is exact in f32, too.
-        if constexpr (PACKED && sizeof(M) == 4) {
-            const __m512 zero = _mm512_cvtepi32_ps(_mm512_set1_epi32(zero_points[group - base]));
-            table = _mm512_mul_ps(f.zero_point ? _mm512_sub_ps(values, zero) : values, _mm512_set1_ps(scale));
-        }
-#endif
+    ALWAYS_INLINE void enter(int64_t at, Group<M, PACKED>& group) {
+        if (at >= filled) fill(at);
+        group.enter(scales[at - base], f->zero_point ? zero_points + (at - base) : nullptr);
     }
+
+    ALWAYS_INLINE void fetch(int64_t k) const { __builtin_prefetch(stored + (PACKED ? k / 2 : k) + FETCHED); }
 
     // The 32 weights from k on, all of one group.
-    ALWAYS_INLINE Block<M> whole(int64_t k) const {
+    ALWAYS_INLINE Block<M> whole(int64_t k, const Group<M, PACKED>& g) const {
 #if defined(__AVX512F__)
-        if constexpr (sizeof(M) == 4) {
-            if constexpr (PACKED) {
-                const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored + k / 2));
-                const __m512i pairs = _mm512_cvtepu8_epi32(bytes);  // a permutation reads the low four bits alone
-                return {_mm512_permutexvar_ps(pairs, table), _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), table)};
-            }
+        if constexpr (sizeof(M) == 4 && PACKED) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(stored + k / 2));
+            const __m512i pairs = _mm512_cvtepu8_epi32(bytes);  // a permutation reads the low four bits alone
+            return {_mm512_permutexvar_ps(pairs, g.table), _mm512_permutexvar_ps(_mm512_srli_epi32(pairs, 4), g.table)};
+        } else if constexpr (sizeof(M) == 4) {
             const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(stored + k));
             const __m512i pairs = _mm512_cvtepi16_epi32(bytes);
             const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(pairs, 24), 24), odd = _mm512_srai_epi32(pairs, 8);
-            const __m512i zero = _mm512_set1_epi32(zero_point);
-            const __m512 s = _mm512_set1_ps(scale);
+            const __m512i zero = _mm512_set1_epi32(g.zero_point);
+            const __m512 s = _mm512_set1_ps(g.scale);
             return {_mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(even, zero)), s),
                     _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(odd, zero)), s)};
-        }
+        } else
 #endif
-        M w[LANES];
-        spread(k, LANES, w, [&](int64_t, int32_t q) { return M(q - zero_point) * scale; });
-        return Block<M>::load(w);
+        {
+            M w[LANES];
+            spread(k, LANES, w, [&](int64_t, int32_t q) { return M(q - g.zero_point) * g.scale; });
+            return Block<M>::load(w);
+        }
     }
 
     // n weights from k on, of any groups; zeros beside them.
     __attribute__((noinline)) Block<M> pieces(int64_t k, int64_t n) {
         M w[LANES] = {};
-        int64_t known = -1;
         spread(k, n, w, [&](int64_t i, int32_t q) {
-            const int64_t group = i / f.group;
-            if (group != known) enter(known = group);
-            return M(q - zero_point) * scale;
+            const int64_t at = i / f->group;
+            if (at < base || at >= filled) fill(at);
+            return M(q - (f->zero_point ? zero_points[at - base] : 0)) * scales[at - base];
         });
         return Block<M>::load(w);
     }
@@ -138,9 +150,9 @@ private:
     __attribute__((noinline)) void fill(int64_t group) {
         const int64_t n = least(AHEAD, groups - group);
         base = group, filled = group + n;
-        widen<M>(f.scale_code, static_cast<const char*>(f.scale), row * f.scale_pitch + group, n, scales);
-        if (!f.zero_point) return;
-        const int32_t* from = f.zero_point + row * f.zero_point_pitch + group;
+        widen<M>(f->scale_code, static_cast<const char*>(f->scale), row * f->scale_pitch + group, n, scales);
+        if (!f->zero_point) return;
+        const int32_t* from = f->zero_point + row * f->zero_point_pitch + group;
         for (int64_t i = 0; i < n; ++i) zero_points[i] = clamped(from[i]);
     }
 
@@ -152,7 +164,7 @@ private:
         if (!PACKED) {
             from = stored + k;
         } else {
-            unpack(stored + k / 2, n, f.weight == S4, q);
+            unpack(stored + k / 2, n, f->weight == S4, q);
         }
         for (int64_t i = 0; i < n; ++i) to[i % 2 * (LANES / 2) + i / 2] = value(k + i, int32_t(int8_t(from[i])));
     }
@@ -181,44 +193,68 @@ struct FloatProduct {
     const Epilogue& e;
     const FloatWeights& f;
 
-    void operator()(int64_t m, int64_t tokens, int64_t first, int64_t width, M (*acc)[STRIDE]) const {
-        if (f.weight == S8) return by_tokens<false>(m, tokens, first, width, acc);
-        by_tokens<true>(m, tokens, first, width, acc);
+    void operator()(int64_t m, int64_t tokens, int64_t first, Sums<M> acc) const {
+        if (f.weight == S8) return by_tokens<false>(m, tokens, first, acc);
+        by_tokens<true>(m, tokens, first, acc);
     }
 
 private:
+    // With few tokens, several rows of weights together: their sums do not wait for each other.
     template <bool PACKED>
-    void by_tokens(int64_t m, int64_t tokens, int64_t first, int64_t width, M (*acc)[STRIDE]) const {
-        for (int64_t c = 0; c < width; ++c)
-            for (int64_t j = 0; j < tokens;) {
-                const int64_t left = tokens - j;
-                j += left >= 8   ? some<8, PACKED>(m + j, first + c, c, acc + j)
-                     : left >= 4 ? some<4, PACKED>(m + j, first + c, c, acc + j)
-                     : left >= 2 ? some<2, PACKED>(m + j, first + c, c, acc + j)
-                                 : some<1, PACKED>(m + j, first + c, c, acc + j);
-            }
+    void by_tokens(int64_t m, int64_t tokens, int64_t first, Sums<M> acc) const {
+        for (int64_t j = 0; j < tokens;) {
+            const int64_t left = tokens - j;
+            j += left >= 8   ? by_rows<8, 1, PACKED>(m + j, first, acc.from(j))
+                 : left >= 4 ? by_rows<4, 1, PACKED>(m + j, first, acc.from(j))
+                 : left >= 2 ? by_rows<2, 2, PACKED>(m + j, first, acc.from(j))
+                             : by_rows<1, 4, PACKED>(m + j, first, acc.from(j));
+        }
     }
 
-    template <int N, bool PACKED>
-    __attribute__((noinline)) int64_t some(int64_t m, int64_t n, int64_t c, M (*acc)[STRIDE]) const {
+    // The rows of weights lie apart, as in VectorProduct.
+    template <int N, int R, bool PACKED>
+    __attribute__((noinline)) int64_t by_rows(int64_t m, int64_t first, Sums<M> acc) const {
+        const int64_t apart = (acc.width + R - 1) / R;
+        Row<M, PACKED> rows[R];
+        int64_t columns[R];
+        for (int64_t c = 0; c < apart; ++c) {
+            for (int r = 0; r < R; ++r) {
+                columns[r] = least(c + r * apart, acc.width - 1);
+                rows[r].begin(f, first + columns[r], e.k);
+            }
+            some<N, R>(m, rows, columns, acc);
+        }
+        return N;
+    }
+
+    template <int N, int R, bool PACKED>
+    ALWAYS_INLINE void some(int64_t m, Row<M, PACKED>* rows, const int64_t* columns, Sums<M> acc) const {
         const int64_t pitch = padded(e.k), even = f.group % LANES ? 0 : e.k / LANES * LANES;
         const M* x = reinterpret_cast<const M*>(f.prepared) + m * pitch;
-        Row<M, PACKED> row(f, n, e.k);
-        Block<M> sums[N];
-        for (int t = 0; t < N; ++t) sums[t] = Block<M>::zero();
-        auto add = [&](int64_t k, const Block<M>& w) __attribute__((always_inline)) {
+        Block<M> sums[R][N];
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < N; ++t) sums[r][t] = Block<M>::zero();
+        auto add = [&](int r, int64_t k, const Block<M>& w) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-            for (int t = 0; t < N; ++t) sums[t].add_product(x + t * pitch + k, w);
+            for (int t = 0; t < N; ++t) sums[r][t].add_product(x + t * pitch + k, w);
         };
+        Group<M, PACKED> groups[R];
+        for (int r = 0; r < R; ++r) groups[r].begin(f);
         int64_t k = 0;
-        for (int64_t group = 0; k < even; ++group) {
-            row.enter(group);
-            const int64_t end = least(even, (group + 1) * f.group);
-            for (; k < end; k += LANES) add(k, row.whole(k));
+        for (int64_t at = 0; k < even; ++at) {
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) rows[r].enter(at, groups[r]);
+            const int64_t end = least(even, (at + 1) * f.group);
+            for (; k < end; k += LANES) {
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) rows[r].fetch(k), add(r, k, rows[r].whole(k, groups[r]));
+            }
         }
-        for (; k < e.k; k += LANES) add(k, row.pieces(k, least(LANES, e.k - k)));
-        for (int t = 0; t < N; ++t) acc[t][c] = sums[t].total();
-        return N;
+        for (; k < e.k; k += LANES)
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) add(r, k, rows[r].pieces(k, least(LANES, e.k - k)));
+        for (int r = 0; r < R; ++r)
+            for (int t = 0; t < N; ++t) acc.of(t)[columns[r]] = sums[r][t].total();
     }
 };
 
