@@ -27,6 +27,7 @@ import sysconfig
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -62,6 +63,8 @@ DEVICE = torch.device("cuda", 0)
 #: m, n, k: one for each way through the sm_90 kernels, with few tokens and in tiles, K whole and in parts.
 LINEAR_SHAPES = [(2, 72, 528), (2, 64, 8192), (5, 72, 272), (16, 64, 8192), (33, 72, 528), (130, 136, 272)]
 LINEAR_SHAPES += [(65, 72, 4112)]
+#: m, k of packed weights whose K the warps share out: some without work, all with the same, and K in parts.
+PACKED = [(3, 1152), (16, 4096), (16, 14336)]
 LINEARS = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)
 
 
@@ -92,6 +95,9 @@ def linears() -> list[Case]:
                 op, shape, element, ElementKind.S8, low, 127, mode=mode, scale_element=stored, nonlinearity=activation
             )
             cases.append(Case(p, residual=activation is not Activation.NONE))
+    for op, (m, k) in product(LINEARS, PACKED):
+        p = Problem(op, (m, 72, k), ElementKind.BF16, ElementKind.S8, -127, 127, weight=ElementKind.S4)
+        cases.append(Case(replace(p, weight_group=128)))
     return cases
 
 

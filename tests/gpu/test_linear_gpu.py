@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -161,6 +162,8 @@ def packed_problem(op: QuantizeKind, m: int, n: int, k: int, group: int, element
 
 #: N, K, group: whole tiles and parts, groups smaller and larger than a step, and one that is no power of two.
 PACKED = [(1032, 4096, 128), (264, 1536, 0), (520, 1024, 32), (136, 2048, 512), (4104, 768, 96), (72, 14336, 64)]
+#: Few tokens whose warps share out K: many tiles, and warps with fewer chunks than others.
+PACKED += [(8456, 4096, 128), (136, 6208, 64), (24, 16384, 0)]
 
 
 @pytest.mark.parametrize("n, k, group", PACKED)
@@ -244,20 +247,22 @@ def test_a_weight_only_linear_is_near_the_exact_result_and_a_row_keeps_its_bits_
 
 def test_a_weight_written_by_the_kernel_before_is_read_as_written() -> None:
     """The weight's copies start before that kernel ends only where it is known not to write the weight."""
-    for op in LINEARS:
-        case = Case(problem(op, (1, 4096, 4096), ElementKind.BF16, DynamicRangeMode.SYMMETRIC))
+    for op, stored in product(LINEARS, (ElementKind.S8, ElementKind.S4)):
+        p = problem(op, (1, 4096, 4096), ElementKind.BF16, DynamicRangeMode.SYMMETRIC)
+        case = Case(replace(p, weight=stored))
         plan = SelectedPlan(case.problem, DEVICE, PlanPreference(prefer_backend=TRITON))
         values = operands(case, DEVICE)
         at = 1 if op is QuantizeKind.QUANTIZED_LINEAR else 3
         weight, scale = values[at], torch.ones((), device=DEVICE)
-        wanted, floats = weight.clone(), weight.float()
+        wanted = weight.clone()
+        floats = (baracuda.unpack_int4(weight, stored, 4096) if stored.is_packed else weight).float()
         room = plan.allocate_workspace()
         plan.launch(values, room)
         expected = values[-1].clone()
         for _ in range(20):
             weight.zero_()
             values[-1].fill_(77)
-            baracuda.quantize(floats, scale, dtype=ElementKind.S8, out=weight)
+            baracuda.quantize(floats, scale, dtype=stored, out=weight)
             plan.launch(values, room)
             assert torch.equal(weight, wanted) and torch.equal(values[-1], expected)
 

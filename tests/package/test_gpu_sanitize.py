@@ -67,6 +67,8 @@ def test_every_schedule_of_the_sm_90_linears_is_run() -> None:
     tiles = [linear_tune.pingpong(*shape, 2, 132, cut=True) for shape in shapes if shape[0] > most]
     assert {tile.fold > 1 for tile in few} == {tile.wgmma for tile in few} == {False, True}
     assert {tile.tail > 1 for tile in tiles} == {False, True}
+    direct = [linear_tune.direct(m, 72, k, 128) for m, k in gpu_sanitize.PACKED]
+    assert {tile.whole for tile in direct} == {tile.apart for tile in direct} == {False, True}
     stored = {(c.problem.quantized, c.problem.weight) for c in gpu_sanitize.linears()}
     assert stored == set(product((ElementKind.S8, ElementKind.U8), (ElementKind.S8, ElementKind.S4)))
 

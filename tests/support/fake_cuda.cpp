@@ -1,6 +1,18 @@
-// A CUDA driver that launches nothing: it keeps what the last launch was given, for a test to look at.
+// A CUDA driver that launches nothing: it keeps what launches were given, for a test to look at.
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <vector>
+
+// A launch of a function that was declared, with the bytes of its parameters.
+struct Launch {
+    uint64_t function;
+    uint32_t programs, threads, shared, size;
+    unsigned char bytes[4096];
+};
+
+static std::map<uint64_t, std::vector<int>> declared;
+static std::vector<Launch> launches;
 
 extern "C" {
 
@@ -19,6 +31,12 @@ Record* fake_record() { return &record; }
 void fake_set(int parameters, int current_device, int launch_result) {
     count = parameters, device = current_device, result = launch_result;
 }
+
+// The sizes of a function's parameters: a driver knows them, this one is told. Its launches are kept from now on.
+void fake_declare(uint64_t function, const int* sizes, int number) { declared[function].assign(sizes, sizes + number); }
+void fake_forget() { declared.clear(), launches.clear(); }
+int fake_launches() { return int(launches.size()); }
+const Launch* fake_launch(int i) { return &launches[i]; }
 
 int cuGetErrorString(int, const char** text) { return *text = "an illegal fake access", 0; }
 int cuDriverGetVersion(int* out) { return *out = 13000, 0; }
@@ -49,6 +67,12 @@ int cuLaunchKernelEx(const Config* config, void* function, void** parameters, vo
     for (unsigned i = 0; i < config->count; ++i)
         if (config->attributes[i].id == 6) record.early = config->attributes[i].value[0];
     for (int i = 0; i < count; ++i) std::memcpy(record.values + i, parameters[i], 8);
+    if (const auto known = declared.find(record.function); known != declared.end()) {
+        Launch launch{record.function, config->grid[0], config->block[0], config->shared, 0, {}};
+        for (size_t i = 0; i < known->second.size(); launch.size += known->second[i], ++i)
+            std::memcpy(launch.bytes + launch.size, parameters[i], known->second[i]);
+        launches.push_back(launch);
+    }
     return 0;
 }
 
@@ -58,6 +82,7 @@ int cuTensorMapEncodeTiled(uint64_t* map, int type, uint32_t rank, void* address
                                 strides[0], box[0], box[1], uint64_t(swizzle), 0};
     std::memcpy(record.matrix, given, sizeof given);
     map[0] = reinterpret_cast<uint64_t>(address) ^ 0xfeed;
+    std::memcpy(map + 1, given, sizeof given);
     ++record.encodes;
     return 0;
 }

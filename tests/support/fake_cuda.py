@@ -26,6 +26,19 @@ class Record(ctypes.Structure):
     ]
 
 
+class Launch(ctypes.Structure):
+    """A launch of a declared function; its parameters' bytes one after the other."""
+
+    _fields_ = [
+        ("function", ctypes.c_uint64),
+        ("programs", ctypes.c_uint32),
+        ("threads", ctypes.c_uint32),
+        ("shared", ctypes.c_uint32),
+        ("size", ctypes.c_uint32),
+        ("bytes", ctypes.c_ubyte * 4096),
+    ]
+
+
 class Fake:
     """The driver, to be told what to answer, and what it was given last."""
 
@@ -37,6 +50,20 @@ class Fake:
         library.fake_record.restype = ctypes.POINTER(Record)
         self.record: Record = library.fake_record().contents
         self.driver = _host.Driver(str(path))
+        self._library = library
+        library.fake_launch.restype = ctypes.POINTER(Launch)
+
+    def declare(self, function: int, sizes: list[int]) -> None:
+        """The sizes of a function's parameters, so that its launches are kept."""
+        self._library.fake_declare(ctypes.c_uint64(function), (ctypes.c_int * len(sizes))(*sizes), len(sizes))
+
+    def forget(self) -> None:
+        """No function is declared and no launch was made."""
+        self._library.fake_forget()
+
+    def launches(self) -> list[Launch]:
+        """Of declared functions, in order."""
+        return [self._library.fake_launch(i).contents for i in range(self._library.fake_launches())]
 
 
 def build(tmp_path_factory: pytest.TempPathFactory) -> Fake:

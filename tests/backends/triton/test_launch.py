@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_cuda import Fake, build
+from fake_cuda import build
+from launched import Launched
 
 from baracuda import Activation, DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
 from baracuda.backends.registry import Kernel
@@ -24,56 +23,6 @@ _host = pytest.importorskip("baracuda._host", reason="the compiled module is mis
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
 
 GPU = torch.device("cuda", 0)
-#: What a parameter may be filled with, by its declaration in PTX.
-FILLS = {
-    "u64": {"address", "constant", "f64"},
-    "u32": {"constant", "i32"},
-    "f32": {"constant", "f32"},
-    "b8": {"matrix"},
-}
-
-
-class Launched:
-    """The launches of one call: each kernel, and what the driver was given for its parameters."""
-
-    def __init__(self, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-        import triton
-        from triton.backends.compiler import GPUTarget
-
-        from baracuda.backends.triton import launch
-        from baracuda.backends.triton.linear.hopper import few_launch, packed_launch
-        from baracuda.backends.triton.linear.hopper import launch as hopper_launch
-
-        self.fake, self.kernels, self.ptx = fake, [], []
-        active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
-        monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
-        monkeypatch.setattr(launch, "_driver", lambda: fake.driver)
-        monkeypatch.setattr(launch, "loaded", self._loaded)
-        for module in (hopper_launch, few_launch, packed_launch):
-            monkeypatch.setattr(module, "loaded", self._loaded)
-        monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-        properties = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-
-    def _loaded(self, compiled: Any, programs: int) -> Any:
-        warps, _, shared = compiled.packed_metadata
-        kernel = _host.Kernel(
-            compiled.name, len(self.kernels) + 1, programs, 32 * warps, shared, compiled.metadata.launch_pdl
-        )
-        declared = re.search(r"\.entry [^(]*\(([^)]*)\)", compiled.asm["ptx"])
-        assert declared
-        self.ptx.append(compiled.asm["ptx"])
-        self.kernels.append((kernel, re.findall(r"\.param(?: \.align \d+)? \.(\w+)", declared.group(1))))
-        return kernel
-
-    def check(self) -> None:
-        """Every kernel's parameters are filled with what they are declared as."""
-        assert self.kernels
-        for kernel, declared in self.kernels:
-            filled = kernel.parameters()
-            assert len(filled) == len(declared)
-            for fill, kind in zip(filled, declared, strict=True):
-                assert fill in FILLS[kind], (filled, declared)
 
 
 @pytest.fixture

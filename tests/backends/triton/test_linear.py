@@ -132,7 +132,7 @@ else:
     from baracuda.backends.triton.linear import kernels as linear_kernels
     from baracuda.backends.triton.linear import launch as linear
     from baracuda.backends.triton.linear import tune as linear_tune
-    from baracuda.backends.triton.linear.hopper import binding, few_launch, packed_launch
+    from baracuda.backends.triton.linear.hopper import binding, direct_launch, few_launch, packed_launch
     from baracuda.backends.triton.linear.hopper import launch as hopper_launch
     from baracuda.backends.triton.linear.hopper.few import Form
     from baracuda.backends.triton.linear.hopper.floats import FloatForm
@@ -255,6 +255,57 @@ else:
             assert ("cp.async.bulk.prefetch.L2" in before) == (early == "prefetch")
             assert "cp.async.bulk.tensor" in after
         assert "div.full" not in ptx and "rcp.approx.ftz.f32" in ptx
+
+    def compile_direct(m, n, k, group, early="copy"):
+        tile = linear_tune.direct(m, n, k, group)
+        forms, kinds = binding.term_forms(VECTOR, None, VECTOR, None, 1)
+        form = Form(True, group, early, direct_launch.together(tile, k) if group else 1)
+        source = direct_launch.direct_source(tile, form, torch.bfloat16, forms, kinds, n, k)
+        options = {"enable_fp_fusion": False, "num_warps": tile.warps, "launch_pdl": early != "no"}
+        return tile, triton.compile(source, target=HOPPER, options=options | {"maxnreg": tile.thread_registers})
+
+    DIRECT = [(1, 28672, 4096, 128), (16, 28672, 4096, 128), (16, 4096, 4096, 64), (8, 8192, 8192, 128)]
+    DIRECT += [(1, 4096, 14336, 128), (16, 4096, 14336, 128), (5, 576, 576, 64), (9, 264, 1536, 0)]
+
+    @pytest.mark.parametrize("m, n, k, group", DIRECT)
+    def test_weights_come_straight_into_registers_one_tile_ahead(m, n, k, group, tmp_path) -> None:
+        tile, compiled = compile_direct(m, n, k, group)
+        ptx = tmp_path / "direct.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        command = [triton.knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", str(ptx), "-o", str(tmp_path / "direct.cubin")]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        stored, loaded = map(int, re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report).groups())
+        assert stored <= 16 and loaded <= 16
+        assert (compiled.metadata.shared + 1024) * tile.programs <= LIMIT + 1024
+        assert f"ld.global.v{tile.k // 16}.b32" in compiled.asm["ptx"], "a thread reads all its bytes of a row at once"
+        assert re.search(r"mma\.sync\S+\.s32\.s8\.s8\.s32", compiled.asm["ptx"])
+
+    @pytest.mark.parametrize("early", ["copy", "prefetch", "no"])
+    def test_a_weight_comes_into_registers_early_only_where_it_may(early) -> None:
+        _, compiled = compile_direct(1, 4096, 4096, 128, early)
+        before, waits, after = compiled.asm["ptx"].partition("griddepcontrol.wait")
+        assert bool(waits) == (early != "no")
+        if waits:
+            assert ("ld.global.v4" in before) == (early == "copy") and "st.global" not in before
+            assert ("cp.async.bulk.prefetch.L2" in before) == (early == "prefetch")
+            assert ".cg" not in before and "ld.global.cg" in after, "the activations are another kernel's"
+
+    @pytest.mark.parametrize("m", [1, 8, 9, 16])
+    @pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 64), (136, 6208), (8, 16384)])
+    @pytest.mark.parametrize("group", [0, 64, 128])
+    def test_warps_share_out_all_of_k_and_programs_all_tiles(m, n, k, group) -> None:
+        span = group or 128
+        tile = linear_tune.direct(m, n, k, group)
+        if k % span:
+            assert tile is None
+            return
+        covered = tile.chunks * tile.warps * tile.split * span
+        assert m <= tile.tokens and k <= covered and tile.whole == (k == covered)
+        assert (tile.split - 1) * tile.chunks * tile.warps * span < k, "no part is without work"
+        programs = tile.grid(n, 132)
+        assert programs % tile.split == 0 and 0 < programs <= 132 * tile.programs
+        # A warp's sum of weights times 16 and factors is exact in int32.
+        assert 15 * 16 * 8 * 128 * tile.chunks * span < 2**31
 
     @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 9, 16, 17, 33, 64])
     @pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 16), (8, 48), (136, 4112)])

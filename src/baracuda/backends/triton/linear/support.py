@@ -114,11 +114,13 @@ def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few
     return tune.weight_only(m, n, k, packed, processors_of(device))
 
 
-def few_tile(p: Problem, device: torch.device) -> tune.Few | None:
+def few_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
     """The tile of a linear with few tokens; None where the problem goes to a kernel for many."""
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         return None
     m, n, k = p.shape
+    if p.weight.is_packed and (direct := tune.direct(m, n, k, p.weight_group)) is not None:
+        return direct
     tile = tune.few(m, n, k, p.weight.is_packed, p.weight_group, processors_of(device))
     return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None
 

@@ -167,6 +167,61 @@ def _few_packed(m: int, n: int, k: int, processors: int) -> Few | None:
     return Few(64, 64, 128, 3, 3, 2 if m <= 32 else 1, wgmma=True) if n * k <= 2**25 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """16 rows of a packed weight by `tokens`; each of the warps reads `chunks` times `k` bytes of a row, and `programs`
+    share a multiprocessor. Kernels read it as a constant."""
+
+    tokens: int
+    k: int
+    chunks: int
+    warps: int
+    programs: int
+    #: All warps have all their chunks.
+    whole: bool
+    #: Tiles whose weights are on their way while one is multiplied.
+    ahead: int = 1
+    #: K is cut into this many parts, whose sums a second kernel adds.
+    split: int = 1
+
+    @property
+    def schedule(self) -> str:
+        parts = f", K in {self.split}" if self.split > 1 else ""
+        return f"16 rows x {self.tokens} tokens, {self.warps} warps share out K{parts}"
+
+    @property
+    def apart(self) -> bool:
+        return self.split > 1
+
+    @property
+    def thread_registers(self) -> int:
+        return min(65536 // self.programs // (32 * self.warps) // 8 * 8, 248)
+
+    def grid(self, n: int, processors: int) -> int:
+        """Programs that all have the same number of tiles, but for the last; those of a tile's parts are neighbours."""
+        tiles = -(-n // 16)
+        rounds = -(-tiles * self.split // (self.programs * processors))
+        return -(-tiles // rounds) * self.split
+
+
+#: The longest K of the activations that a program of `Direct` keeps.
+DIRECT_K = 16384
+
+
+def direct(m: int, n: int, k: int, group: int) -> Direct | None:
+    """The schedule of a packed weight and the fewest tokens; None where it does not fit."""
+    span = group or 128
+    if m > 16 or k > DIRECT_K or span not in (64, 128) or k % span:
+        return None
+    tokens, split, warps, programs = 8, 1, 8, 2 if k <= DIRECT_K // 4 else 1
+    if m > 8:
+        # Twice the activations are kept.
+        tokens, split = 16, 1 if k <= DIRECT_K // 2 else 2
+        warps, programs = (8, 2) if k <= DIRECT_K // 4 and n * k > 2**25 else (16, 1)
+    chunks = -(-k // (span * warps * split))
+    return Direct(tokens, span // 2, chunks, warps, programs, chunks * span * warps * split == k, 1, split)
+
+
 def few_takes_groups(tile: Few, group: int) -> bool:
     """Whether a step of the kernel has whole groups, as many as a power of two, or is part of one."""
     span = 2 * tile.k

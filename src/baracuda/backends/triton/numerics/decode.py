@@ -36,6 +36,30 @@ def decode(packed):
 
 
 @gluon.jit
+def decode_words(words):
+    """`decode` of words of four bytes: four even and four odd weights for each word along the last axis."""
+    return gl.inline_asm_elementwise(
+        _TIMES_16, "=r,=r,r,r,r,r", [four_times(words)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
+
+
+@gluon.jit
+def even_and_odd_words(low, high):
+    """Of the eight bytes of two words, the even and the odd ones."""
+    return gl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, $6, 0x6420; prmt.b32 $1, $2, $6, 0x7531;", "=r,=r,r,r,r,r,r,r,r,r",
+        [four_times(low), four_times(high)], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@gluon.jit
+def four_times(words):
+    """Each word four times along the last axis: what is computed for four bytes at once takes it once."""
+    pairs = gl.join(words, words)
+    return gl.reshape(gl.join(pairs, pairs), [words.shape[0], words.shape[1], 4 * words.shape[2]])
+
+
+@gluon.jit
 def without_16(acc):
     """A sum of `decode`d weights in whole weights; the division is exact."""
     return acc >> 4

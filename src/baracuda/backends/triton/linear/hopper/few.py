@@ -105,14 +105,18 @@ def following(place, work, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def prefetch_weight(w_ptr, unit, work, BN: gl.constexpr, AHEAD: gl.constexpr):
-    """Bring the first bytes of a unit's rows to L2. A copy in L2 stays coherent: whoever writes them, writes there."""
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    row = gl.minimum(unit * BN + gl.arange(0, BN, LANES), work.rows - 1)
-    size = min(work.columns, AHEAD)
+def prefetch_rows(w_ptr, row, rows, begin, size, LINE, COUNT: gl.constexpr):
+    """Bring `size` bytes of COUNT rows of LINE bytes to L2, from a byte on: a piece for each thread. A copy in L2 stays
+    coherent: whoever writes them, writes there."""
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    PIECES: gl.constexpr = THREADS // COUNT if THREADS > COUNT else 1
+    each = gl.cdiv(gl.cdiv(min(size, LINE - begin), PIECES), 16) * 16
+    thread = gl.arange(0, PIECES * COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    at = gl.minimum(row + thread % COUNT, rows - 1)
+    start = gl.minimum(begin + thread // COUNT * each, LINE - each)
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [w_ptr + row.to(gl.int64) * work.columns, size], dtype=gl.int32, is_pure=False, pack=1,
+        [w_ptr + at.to(gl.int64) * LINE + start, each], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -258,12 +262,23 @@ def unfolded(acc, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def store(acc, unit, out_ptr, terms, M, N, KINDS: gl.constexpr):
-    """Scale and store the sums of a unit's rows of the weight."""
+def unit_scales(unit, BN: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr, terms, M, N, KINDS: gl.constexpr):
+    """The scales of a unit's rows of the weight and of the tokens: worth reading before the products are done."""
+    columns = unit * BN + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    tokens = gl.arange(0, BT, gl.SliceLayout(0, LAYOUT))
+    return read_scales(tokens, columns, M, N, terms, None, KINDS)
+
+
+@gluon.jit
+def store(acc, unit, scales, out_ptr, terms, M, N, KINDS: gl.constexpr):
+    """Scale and store the sums of a unit's rows of the weight; `scales` may have been read before."""
     LAYOUT: gl.constexpr = acc.type.layout
-    columns = unit * acc.shape[0] + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    scales = read_scales(tokens, columns, M, N, terms, None, KINDS)
+    BN: gl.constexpr = acc.shape[0]
+    BT: gl.constexpr = acc.shape[1]
+    if scales is None:
+        scales = unit_scales(unit, BN, BT, LAYOUT, terms, M, N, KINDS)
+    columns = unit * BN + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
+    tokens = gl.arange(0, BT, gl.SliceLayout(0, LAYOUT))
     y = scaled(acc, tokens, columns, M, N, scales, terms, KINDS)
     y = completed(y, tokens, columns, M, N, terms, KINDS, out_ptr.dtype.element_ty)
     place = gl.expand_dims(tokens.to(gl.int64) * N, 0) + gl.expand_dims(columns, 1)
@@ -311,7 +326,7 @@ def gemm_few(
     if GROUP > 0:
         prefetch_factors(factor_ptr, pid, work, K, BN, FOLD, COVERS)
     if FORM.early == "prefetch":
-        prefetch_weight(w_ptr, pid, work, BN, TILE.ahead * BK)
+        prefetch_rows(w_ptr, pid * BN, rows, 0, TILE.ahead * BK, work.columns, BN)
         wait_for_previous_kernel()
     place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
@@ -354,4 +369,4 @@ def gemm_few(
         acc = unfolded(added(sums), FOLD)
         if PACKED and GROUP == 0:
             acc = without_16(acc)
-        store(acc, unit, out_ptr, terms, M, N, KINDS)
+        store(acc, unit, None, out_ptr, terms, M, N, KINDS)

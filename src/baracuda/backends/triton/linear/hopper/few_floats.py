@@ -23,11 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...numerics.decode import decode_apart, decode_apart_exactly, halves
 from ..tune import PART_OF_K
 from .few import (
-    Work,
     appended,
     barrier,
     let_next_kernel_start,
-    prefetch_weight,
+    prefetch_rows,
     spread,
     store,
     wait_for_previous_kernel,
@@ -176,8 +175,7 @@ def gemm_few_floats(
     )  # fmt: skip
     pid = gl.program_id(0)
     if FORM.early != "no":
-        rows = Work(steps=work.steps, units=tiles_n, rows=shape.n, columns=shape.k // 2)
-        prefetch_weight(w_ptr, pid // TILE.split, rows, BN, TILE.ahead * BK)
+        prefetch_rows(w_ptr, pid // TILE.split * BN, shape.n, 0, TILE.ahead * BK, shape.k // 2, BN)
         wait_for_previous_kernel()
     place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
@@ -216,4 +214,4 @@ def gemm_few_floats(
         if TILE.split > 1:
             store_part(acc, part, 0, n * BN, work, partial_ptr, False)
         else:
-            store(acc, n, out_ptr, terms, shape.m, shape.n, KINDS)
+            store(acc, n, None, out_ptr, terms, shape.m, shape.n, KINDS)

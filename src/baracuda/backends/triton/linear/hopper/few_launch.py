@@ -37,7 +37,7 @@ from .few_floats import gemm_few_floats
 from .floats import FloatForm
 
 #: Factors that are read together, as one integer.
-_FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
+FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
 
 
 def few_source(
@@ -47,7 +47,7 @@ def few_source(
         "x_desc": _tokens_form(tile, form.packed),
         "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
         "w_ptr": "*i8",
-        "factor_ptr": _FACTORS[form.factors],
+        "factor_ptr": FACTORS[form.factors],
         "out_ptr": POINTERS[out],
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
@@ -116,7 +116,7 @@ def few_tokens(
         forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         pdl = captures_pdl()
         together = tile.span(packed) // group if group else 1
-        together = together if together in _FACTORS and k // fold // max(group, 1) % together == 0 else 1
+        together = together if together in FACTORS and k // fold // max(group, 1) % together == 0 else 1
         form = Form(packed, group, early if pdl else "no", together)
         made = compiled(few_source(tile, form, p.element.dtype, forms, kinds, n), tile.warps, pdl, registers)
         kernel, (x, weight) = loaded(made, tile.grid(n, processors_of(device))), made.metadata.tensordesc_meta

@@ -42,6 +42,7 @@ from .binding import (
     term_parameters,
     terms_of,
 )
+from .direct_launch import direct_tokens
 from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
 from .gemm import gemm
@@ -70,8 +71,8 @@ def layout_of(p: Problem, device: torch.device) -> WorkspaceLayout:
     processors = processors_of(device)
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         layout.reserve("sums", torch.int32, n)
-    elif few_tile(p, device) is not None:
-        pass
+    elif (few := few_tile(p, device)) is not None:
+        reserve_parts(layout, p, few, device)
     elif p.weight.is_packed:
         reserve_parts(layout, p, tune.packed(m, n, k, p.element.dtype.itemsize, processors), device)
     else:
@@ -110,7 +111,10 @@ def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLay
         # The kernel that quantizes the activations comes right before and writes no weight. It lets this one start when
         # all that came before has ended.
         early = "copy" if p.op is QuantizeKind.QUANTIZED_LINEAR else "prefetch"
-        if (few := few_tile(p, device)) is not None:
+        few = few_tile(p, device)
+        if isinstance(few, tune.Direct):
+            symmetric = direct_tokens(p, device, plain, layout, portable, few, early)
+        elif few is not None:
             symmetric = few_tokens(p, device, plain, portable, few, early)
         elif p.weight.is_packed:
             symmetric = many_packed(p, device, plain, layout, portable, early)

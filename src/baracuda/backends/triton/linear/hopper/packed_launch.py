@@ -80,7 +80,9 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     return finish_parameters(kernel, m, n, k)
 
 
-def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few, device: torch.device) -> None:
+def reserve_parts(
+    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | tune.Direct, device: torch.device
+) -> None:
     """Room for the sums of parts of K: all of them, or those that a program adds to."""
     m, n, _ = p.shape
     dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
@@ -90,10 +92,10 @@ def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.
         layout.reserve("parts", dtype, tile.grid(m, n, processors_of(device)), tile.n, tile.m)
 
 
-def _sum_of_parts(
+def sum_of_parts(
     p: Problem,
     device: torch.device,
-    tile: tune.Packed | tune.Few,
+    tile: tune.Packed | tune.Few | tune.Direct,
     parts: Part | None,
     epilogue: Epilogue,
     f: GemmSources,
@@ -128,7 +130,7 @@ def many_packed(
         return finished(p, compiled(source, 4, pdl, tile.thread_registers), programs)
 
     parts = layout.get("parts")
-    then = _sum_of_parts(p, device, tile, parts, epilogue(p), f)
+    then = sum_of_parts(p, device, tile, parts, epilogue(p), f)
     return launching(device, (*f, parts, None), aligned_only(make), (*VECTORS, FACTOR), then, otherwise)
 
 
@@ -165,5 +167,5 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     f = GemmSources(0, None, None, 1, None, 4, None, 5, 6, 2)
     parts = weight_only_layout(p, device).get("parts")
     unscaled = Epilogue(False, p.nonlinearity.value, scaled=False)
-    then = _sum_of_parts(p, device, tile, parts, unscaled, f)
+    then = sum_of_parts(p, device, tile, parts, unscaled, f)
     return launching(device, (*f, parts, 3), aligned_only(make), VECTORS, then, otherwise)

@@ -1,0 +1,79 @@
+"""The sm_90 linears for few tokens, with copies of TMA: their PTX interpreted, down to the output's bits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from fake_cuda import build
+from launched import CPU, Launched, assert_reference_bits, interpreted
+
+from baracuda import BackendKind, ElementKind, PlanPreference, QuantizeKind
+from baracuda.core.optable import OPS
+from baracuda.core.packing import unpack_int4
+from baracuda.core.problem import Problem
+from baracuda.plans.plan import SelectedPlan
+from cases import Case, operands
+
+pytest.importorskip("triton")
+pytest.importorskip("baracuda._host", reason="the compiled module is missing")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+
+GIVEN, MADE, FLOAT = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.WEIGHT_ONLY_LINEAR
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    fake = build(tmp_path_factory)
+    fake.set(0, 0, 0)
+    return Launched(fake, monkeypatch, processors=1)
+
+
+def problem(op: QuantizeKind, m: int, n: int, k: int, weight: str, group: int = 0) -> Problem:
+    p = Problem(op, (m, n, k), ElementKind.BF16, ElementKind.S8, -128, 127, weight=ElementKind.of(weight))
+    return replace(p, weight_group=group)
+
+
+#: M, N, K, weight, group: products of warps and of warp groups, K within a step, in steps and folded.
+FEW = [
+    (3, 328, 528, "s8", 0),
+    (16, 72, 1024, "s8", 0),
+    (40, 72, 272, "s8", 0),
+    (3, 328, 576, "s4", 32),
+    (16, 72, 1024, "s4", 512),
+    (32, 72, 512, "s4", 128),
+]
+
+
+@pytest.mark.parametrize("m, n, k, weight, group", FEW)
+@pytest.mark.parametrize("op", [GIVEN, MADE], ids=lambda op: op.value)
+def test_the_linear_for_few_tokens_has_the_bits_of_the_reference(
+    launched: Launched, op: QuantizeKind, m: int, n: int, k: int, weight: str, group: int
+) -> None:
+    names = assert_reference_bits(launched, problem(op, m, n, k, weight, group))
+    assert names[-1] == "gemm_few"
+
+
+@pytest.mark.parametrize("m, n, k, group", [(3, 72, 512, 128), (16, 72, 1024, 32)])
+def test_the_weight_only_linear_for_few_tokens_is_within_its_stated_distance(
+    launched: Launched, m: int, n: int, k: int, group: int
+) -> None:
+    from baracuda.backends.triton.linear.support import weight_only_guarantee
+
+    p = problem(FLOAT, m, n, k, "s4", group)
+    values, exact = (operands(Case(p, scale="input_type")) for _ in range(2))
+    names = interpreted(launched, p, values)
+    assert names[0] == "gemm_few_floats"
+    plan = SelectedPlan(p, CPU, PlanPreference(prefer_backend=BackendKind.REFERENCE))
+    plan.launch(exact, plan.allocate_workspace())
+    given = dict(zip((operand.name for operand in OPS[FLOAT].operands), exact, strict=True))
+    q = unpack_int4(given["weight_q"], p.weight, k).double()
+    scale = given["weight_scale"].double().repeat_interleave(group, dim=1)
+    zeros = given["weight_zero_point"]
+    q = q if zeros is None else q - zeros.repeat_interleave(group, dim=1)
+    size = values[0].double().abs() @ (q * scale).abs().T
+    wanted = exact[-1].double()
+    bound = weight_only_guarantee(p).relative_error * size + torch.finfo(torch.bfloat16).eps * (wanted.abs() + 1)
+    assert bool(((values[-1].double() - wanted).abs() <= bound).all())

@@ -1,0 +1,15 @@
+"""An interpreter of PTX: runs the kernels that Triton compiles for a GPU, without one.
+
+`run` executes a kernel on NumPy arrays, instruction by instruction, all threads of a program in step, and checks what
+it does to memory: every access is within a buffer and aligned, and no warp touches bytes of shared memory that another
+has written or read since the last barrier. It knows the instructions that this library's kernels are made of and
+refuses all others. It cannot see what only a GPU shows: speed, and what depends on the order of programs and kernels.
+"""
+
+from __future__ import annotations
+
+from .machine import run
+from .memory import Fault
+from .parse import Unknown
+
+__all__ = ["Fault", "Unknown", "run"]
