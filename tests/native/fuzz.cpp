@@ -188,7 +188,7 @@ std::vector<std::vector<char>> run(Case& c, const Kernels* k, int64_t threads, b
 }
 
 void linear(const std::vector<Isa>& all) {
-    const int64_t m = upto(20), n = upto(70), element = upto(3), size = bytes_of(int(element));
+    const int64_t m = upto(20), n = upto(7) ? upto(70) : upto(2200), element = upto(3), size = bytes_of(int(element));
     const bool packs = upto(1), is_unsigned = upto(1);
     const int64_t group = packs && upto(1) ? (upto(1) ? 32 : 16 * upto(8) + 36 * upto(1)) : 0;
     const int64_t k = group ? group * upto(40) : upto(9) ? upto(5000) : 65530 + upto(10);
@@ -247,7 +247,8 @@ void linear(const std::vector<Isa>& all) {
 void weight_only(const std::vector<Isa>& all) {
     const int kinds[] = {S8, S4, U4};
     const int element = int(upto(3)), weight = kinds[upto(2)];
-    const int64_t m = 1 + upto(18), n = 1 + upto(70), size = bytes_of(element), wide = element == F64 ? 8 : 4;
+    const int64_t m = 1 + upto(18), n = 1 + (upto(7) ? upto(70) : upto(1200)), size = bytes_of(element);
+    const int64_t wide = element == F64 ? 8 : 4;
     const int64_t group = upto(2) ? (upto(1) ? 32 * (1 + upto(4)) : 1 + upto(70)) : 0;
     const int64_t k = group ? group * upto(12) : upto(700), segments = group ? k / group : 1;
     Buffer x(m * k * size), w(n * (is_packed(weight) ? packed(k) : k)), scale(n * segments * 4), zero_point(n * segments * 4);

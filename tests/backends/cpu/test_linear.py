@@ -45,7 +45,7 @@ def test_few_rows_have_the_bits_of_the_reference(rows: int) -> None:
     kinds = itertools.product((S8, U8), (S8, S4), DynamicRangeMode)
     for (kind, weight, mode), k in itertools.product(kinds, random.Random(rows).sample(WIDTHS, 3)):
         op = pick([QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR])
-        shape = (rows, pick([1, 3, 4, 67, 130]), k)
+        shape = (rows, pick([1, 3, 4, 67, 130, 1031]), k)
         p = linear(op, shape, pick(FLOATS), kind, weight, mode, pick(list(Activation)))
         case = Case(p, pick(["ordinary", "poison"]), residual=pick([False, True]))
         torch.set_num_threads(pick([1, 2, 5]))
