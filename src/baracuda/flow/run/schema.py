@@ -105,6 +105,7 @@ REPORT = {
     "linears_found_by": TEXT,
     "layers": Each(_LAYER),
     "left": Each({"name": TEXT, "reason": TEXT}),
+    "head?": {"name": TEXT, "tied_to": Maybe(TEXT), "bytes": COUNT, "bytes_added": COUNT},
     "float_share?": AMOUNT,
     "notes?": Each(TEXT),
     "precision?": _PRECISION,
