@@ -82,6 +82,7 @@ _EVALUATION = {
     "data": TEXT,
     "tokens": COUNT,
     "inputs?": COUNT,
+    "seen_in_calibration?": AMOUNT,
     "kl?": Maybe(NUMBER),
     "top1_agreement?": Maybe(NUMBER),
     "perplexity?": _PAIR,

@@ -24,6 +24,7 @@ from ..hf.coverage import require_mostly_quantized
 from ..hf.head import untied
 from ..hf.layers import Structure
 from ..hf.structure import find_linears
+from . import overlap
 from . import report as reports
 from .changes import Changes
 from .data import rehearse, require_data
@@ -366,6 +367,7 @@ class Run:
             try:
                 content["evaluation"] = self._evaluate(self.evaluation, changes)
                 content["run"]["tokens_per_second"] = content["evaluation"].pop("tokens_per_second")
+                content["notes"] += filter(None, [overlap.warning(content["evaluation"])])
             except Exception as error:  # whatever it is, the weights are written
                 failure = error
                 content["run"]["made_from"]["evaluation"] = None
@@ -377,4 +379,13 @@ class Run:
 
         folded = changes.notes.get("folded", [])
         scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
-        return evaluate(self.source.directory, self.out, data, self.options, self.device, self.progress, scaled)
+        return evaluate(
+            self.source.directory,
+            self.out,
+            data,
+            self.options,
+            self.device,
+            self.progress,
+            scaled,
+            self.calibration,
+        )
