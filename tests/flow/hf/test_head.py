@@ -154,6 +154,7 @@ def test_sizes_are_known_before_and_after(tied: Path, tmp_path: Path) -> None:
     assert abs(preview["size"]["after"] - report["size"]["after"]) < 4096
     (head,) = (layer for layer in preview["layers"] if layer["name"] == "lm_head")
     assert head["bytes_before"] == 0 and head["bytes_after"] == report["head"]["bytes"] == 160 * 64 + 4 * 160
+    assert report["layers"][0]["bytes_before"] == 0, "the original does not store it"
     assert preview["notes"] == report["notes"] and "tie is resolved" in report["notes"][0]
     assert report["left"] == [] and report["layers"][0]["name"] == "lm_head"
     (module,) = (m for m in inspect_checkpoint(tmp_path / "out")["modules"] if m["name"] == "lm_head")
