@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import time
 from pathlib import Path
 from statistics import median
@@ -47,6 +48,7 @@ def files(shipped: Path | None = None, cache: Path | None = None) -> dict[str, P
 def _requantize(source: Path, target: Path, number: int) -> None:
     import llama_cpp
 
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # else a line for each tensor
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.allow_requantize = number, True
     temporary = target.with_suffix(".part")
