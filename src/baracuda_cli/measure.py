@@ -69,6 +69,8 @@ def bench(
 
 def figures(found: dict[str, Any]) -> Table:
     """What was measured, a figure a row."""
+    from baracuda.flow.run.overlap import warning
+
     rows = Table("", "", box=SIMPLE_HEAD, show_header=False)
     perceives = "inputs" in found
     rows.add_row("outputs" if perceives else "tokens", str(found["tokens"]))
@@ -92,4 +94,6 @@ def figures(found: dict[str, Any]) -> Table:
     noisy = sorted((db, name) for name, db in found.get("layers", {}).items() if db is not None)
     for db, name in noisy[:3]:
         rows.add_row("noisiest layer", escape(f"{name}: {db:.1f} dB"))
+    if (told := warning(found)) is not None:
+        rows.add_row("warning", told)
     return rows

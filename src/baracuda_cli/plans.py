@@ -66,7 +66,9 @@ def _figures(plan: dict[str, Any]) -> Table:
     size, estimate = plan["size"], plan["estimate"]
     table = Table(Column(), Column(overflow="fold"), show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_row("size", f"{size['before'] / 1e6:.1f} MB to {size['after'] / 1e6:.1f} MB, {size['ratio']:.0%}")
-    table.add_row("bits", f"{plan['average_bits']:.3f} a weight of the quantized Linears, scales included")
+    table.add_row(
+        "bits", f"{plan['average_bits']:.3f} a weight of the quantized Linears, scales included, the output head aside"
+    )
     table.add_row("float", f"{plan['float_share']:.1%} of the parameters of the Linears, the output head aside")
     if (chosen := plan.get("precision")) is not None:
         goal = f"--budget {chosen['budget']:g}" if "budget" in chosen else f"--max-kl {chosen['max_kl']:g}"

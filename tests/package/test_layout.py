@@ -70,7 +70,6 @@ TESTED_IN = {
     "baracuda_cli/measure.py": "cli/test_daily.py",
     "baracuda_cli/plans.py": "flow/run/test_preview.py",
     "baracuda_cli/scopes.py": "cli/test_app.py",
-    "baracuda_cli/smooth_option.py": "flow/transforms/test_smooth.py",
 }
 
 MODULES = [str(path.relative_to(ROOT / "src")) for path in sorted((ROOT / "src").rglob("[!_]*.py"))]

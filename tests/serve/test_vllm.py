@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import serving
 import torch
 
+from baracuda.flow import quantize_checkpoint
 from baracuda.flow.checkpoint.tensorfile import read_tensors
 
 pytest.importorskip("vllm", reason="make vllm runs these")
@@ -136,6 +138,25 @@ def test_vllm_finds_the_plug_in_by_its_entry_point_and_the_variable_switches_it_
     assert ours == [kernel for kernel in first for _ in range(2)], found
     said = "computes nothing: BARACUDA_VLLM=0" if value == "0" else "baracuda offers its kernels for"
     assert said in run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16"])
+def test_vllm_computes_a_head_that_was_untied_and_quantized(
+    scheme: str, ours: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not ours:
+        monkeypatch.setenv("VLLM_DISABLED_KERNELS", ",".join(OURS))
+    models.save("llama", tmp_path / "model", tie_word_embeddings=True, **serving.SIZES)
+    serving.tokenizer().save_pretrained(tmp_path / "model")
+    out, options = tmp_path / "out", serving.SCHEMES[scheme][0]
+    quantize_checkpoint(tmp_path / "model", out, quantize_head=True, **options)
+    dtype = torch.bfloat16 if scheme in FOUR_BITS and not ours else torch.float32
+    with serving.served(out, dtype=dtype) as llm:
+        *_, head = linears(llm)
+        assert type(head).__name__ == "ParallelLMHead" and (kernel_of(head) == INT8) is ours
+        given = serving.answers(llm)
+    assert serving.distance(out, given, dtype) < (BF16_TOLERANCE if dtype is torch.bfloat16 else TOLERANCE)
 
 
 def linears(llm: Any) -> list[Any]:

@@ -8,6 +8,7 @@ import models
 import pytest
 from typer.testing import CliRunner
 
+from baracuda import BaracudaError
 from baracuda.flow import FlowError, quantize_checkpoint
 from baracuda.flow.run.speed import compare_speed
 from baracuda_cli import app
@@ -41,7 +42,7 @@ def test_the_command_draws_ratios_to_the_original(directories: tuple[Path, Path]
 
 
 def test_what_cannot_be_measured_is_said(directories: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(FlowError, match="expected a model directory; it is not there"):
+    with pytest.raises(BaracudaError, match="expected a Hugging Face model directory; it is not there"):
         compare_speed(tmp_path / "nothing")
     models.save("bert", tmp_path / "bert")
     with pytest.raises(FlowError, match="BertModel does not generate text"):

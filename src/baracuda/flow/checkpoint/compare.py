@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,11 @@ from .storage import Storage
 READ = (".json", ".jinja", ".model", ".safetensors", ".tiktoken", ".txt")
 
 
-def compare(check: Check, directory: Path, recipe: Recipe | None) -> None:
-    """Add a finding for each difference that quantization does not explain."""
+def compare(check: Check, directory: Path, recipe: Recipe | None, made_from: Mapping[str, str] | None = None) -> None:
+    """Add a finding for each difference that quantization does not explain.
+
+    `made_from` names the tensor of the original for each quantized module that the original stores under another name.
+    """
     try:
         factors = Factors.of(read_folds(check.out / FOLDS))
     except CheckpointError as error:
@@ -36,7 +40,7 @@ def compare(check: Check, directory: Path, recipe: Recipe | None) -> None:
         factors = Factors()
     try:
         with Checkpoint.open(directory) as source:
-            _Comparison(check, source, recipe, Made.read(check.out), factors).run()
+            _Comparison(check, source, recipe, Made.read(check.out), factors, made_from or {}).run()
     except CheckpointError as error:
         check.add(error.code, str(directory), f"the original: {error}")
 
@@ -72,7 +76,7 @@ class Made:
             return False
 
     def exact(self, module: str) -> bool:
-        by_weight_alone = self.default == "rtn" and module not in self.rounding and module not in self.weighed
+        by_weight_alone = self.rounding.get(module, self.default) == "rtn" and module not in self.weighed
         return self.same_version and by_weight_alone
 
 
@@ -96,14 +100,14 @@ class _Comparison:
     recipe: Recipe | None
     made: Made
     factors: Factors
+    made_from: Mapping[str, str]
 
     def run(self) -> None:
         check, source = self.check, self.source
         for name in source.where:
             module = name.removesuffix(".weight")
             if module in check.modules:
-                if self.recipe is not None and module not in check.flagged:
-                    self._compare_weight(name, module, Storage(self.recipe.of(module).scheme))
+                self._compare_module(name, module)
             elif name not in check.entries:
                 check.add("missing-tensor", name, "the original has it")
             else:
@@ -113,9 +117,15 @@ class _Comparison:
             if name not in source.where and module not in check.modules:
                 check.add("extra-tensor", name, "the original does not have it")
         for module in check.modules:
-            if f"{module}.weight" not in source.where:
+            if module in self.made_from:
+                self._compare_module(self.made_from[module], module)
+            elif f"{module}.weight" not in source.where:
                 check.add("extra-tensor", module, "the original has no such Linear")
         self._compare_files()
+
+    def _compare_module(self, name: str, module: str) -> None:
+        if self.recipe is not None and module not in self.check.flagged:
+            self._compare_weight(name, module, Storage(self.recipe.of(module).scheme))
 
     def _compare_files(self) -> None:
         """The files beside the weights are the original's."""

@@ -186,7 +186,8 @@ def inside(directory: Path, name: str) -> Path:
         raise CheckpointError("not-safetensors", f"the index names {name[:200]!r}: expected a .safetensors file")
     path = directory / name
     if not path.exists():
-        raise CheckpointError("missing-file", f"{name}: named by the index, not there")
+        why = "named by the index, not there" if (directory / INDEX).exists() else "not there, and no index of others"
+        raise CheckpointError("missing-file", f"{name}: {why}")
     if not path.is_file():
         raise CheckpointError("unreadable", f"{name}: not a regular file")
     if leads_out(path, directory):

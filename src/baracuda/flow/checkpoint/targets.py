@@ -12,6 +12,12 @@ from .fusion import fused_name, fused_with
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 DOT = re.escape(".")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+#: What most models call their output head.
+HEAD = "lm_head"
+
+
+def is_head(module: str) -> bool:
+    return module.rpartition(".")[2] == HEAD
 
 
 def layer_recipe(schemes: Mapping[str, Scheme], names: Mapping[str, str] | None = None) -> Recipe:
@@ -19,7 +25,8 @@ def layer_recipe(schemes: Mapping[str, Scheme], names: Mapping[str, str] | None 
 
     `names` has the names that transformers gives to layers of the checkpoint. Experts have the default scheme, since
     servers look for no other. vLLM compares the class of a fused layer before it looks at the layers that it is made
-    of, so the patterns match the name of the fused layer, too.
+    of, so the patterns match the name of the fused layer, too. A quantized output head always has a pattern, since its
+    class in vLLM is no Linear: without one, its integers would be read as floats.
     """
     experts = [scheme for module, scheme in schemes.items() if _EXPERT.search(module)]
     default, _ = Counter(experts or schemes.values()).most_common(1)[0]
@@ -32,8 +39,8 @@ def layer_recipe(schemes: Mapping[str, Scheme], names: Mapping[str, str] | None 
     kinds = {name: _NUMBER.sub("#", name) if _kind(name) in split else _kind(name) for name in both}
     rules = []
     for scheme in dict.fromkeys(schemes.values()):
-        if scheme != default:
-            mine = {name: kinds[name] for name, own in both.items() if own == scheme}
+        mine = {name: kinds[name] for name, own in both.items() if own == scheme and (own != default or is_head(name))}
+        if mine:
             taken = {kinds[name] for name in both.keys() - mine.keys()}
             rules += [(pattern, Choice(scheme)) for pattern in _patterns(mine, taken)]
     return Recipe(Choice(default), tuple(rules))

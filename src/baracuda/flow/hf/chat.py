@@ -14,7 +14,7 @@ from ...plans.plan import resolve_device
 from ..errors import FlowError
 from .forward import any_model, generates, templated, tokenizer
 from .generation import failures_told, plain_generation
-from .hub import local_directory
+from .hub import model_directory
 from .skeleton import quiet, require_transformers
 
 
@@ -38,7 +38,7 @@ class Conversation:
         self, checkpoint: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
     ) -> None:
         require_transformers("a conversation needs transformers")
-        directory, where = local_directory(checkpoint), resolve_device(device)
+        directory, where = model_directory(checkpoint), resolve_device(device)
         self.tokenizer = tokenizer(directory)
         self.model: Any = any_model(directory, where, dtype)
         if not generates(self.model):

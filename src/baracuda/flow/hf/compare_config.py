@@ -1,4 +1,4 @@
-"""The config.json of a quantized checkpoint beside the original's: quantizing adds a key and changes none."""
+"""The config.json of a quantized checkpoint beside the original's: quantizing adds a key, and may untie the head."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.inventory import is_made_by_quantize
 from ..errors import CheckpointError, FlowError, shown
 from .config import LOADS_BY_NAME, parse
+from .head import untied
+from .layers import Head
 
 #: Settings without a meaning for the model: who wrote the file, and from where.
 _NO_MATTER = ("transformers_version", "_name_or_path", "name_or_path", "_commit_hash", "quantization_config")
 
 
-def compare_configs(check: Check, config: dict[str, Any], directory: Path) -> None:
-    """Add a finding for each setting that differs from the original's, and each that baracuda does not write."""
+def compare_configs(check: Check, config: dict[str, Any], directory: Path, head: Head | None = None) -> None:
+    """Add a finding for each setting that differs from the original's, and each that baracuda does not write.
+
+    `head` is that of the original, where it is stored quantized.
+    """
     try:
         with Checkpoint.open(directory) as source:
             original, dtype = dict(source.config), source.dtype
@@ -26,6 +31,8 @@ def compare_configs(check: Check, config: dict[str, Any], directory: Path) -> No
         return
     if not original.get("dtype") and not original.get("torch_dtype") and dtype is not None:
         original["torch_dtype"] = dtype  # the type that readers take then, which quantizing writes down
+    if head is not None and head.tied:
+        original = untied(original)
     differing = [key for key in sorted({*config, *original}) if not _same(config.get(key), original.get(key))]
     differing = [key for key in differing if key != "quantization_config"]
     # `baracuda quantize` copies settings as they are. Saving a model through transformers spells them anew: what it

@@ -107,6 +107,10 @@ def model_config(directory: Path) -> Any:
     import transformers
 
     raw = read_json(directory / "config.json")
+    if "model_type" not in raw:
+        raise FlowError(
+            f"{directory}: expected a config.json of transformers, got one without model_type; download the model again"
+        )
     try:
         parsed = None if has_own_code(raw) else parse(raw)
         problem = "its class is in code that comes with it"

@@ -11,12 +11,13 @@ from ...schemes import Recipe
 from ...schemes.search import split_factors
 from ..checkpoint.check import Check
 from ..checkpoint.inventory import is_made_by_quantize
+from ..checkpoint.targets import is_head
 from .names import match_names
 from .skeleton import skeleton, stay_float, tied_weights
 from .structure import float_name
 
 
-def check_model(check: Check, config: dict[str, Any]) -> None:
+def check_model(check: Check, config: dict[str, Any], recipe: Recipe) -> None:
     """Add a finding for each Linear of the model whose stored tensors do not fit it."""
     try:
         model, _ = skeleton(config)
@@ -29,15 +30,29 @@ def check_model(check: Check, config: dict[str, Any]) -> None:
     ignore = config["quantization_config"]["ignore"]
     tied, floats = tied_weights(model), stay_float(model)
     for name, module in model.named_modules():
-        if not isinstance(module, torch.nn.Linear) or f"{name}.weight" in tied:
+        if not isinstance(module, torch.nn.Linear):
             continue
         stored = names.module(name)
+        if f"{name}.weight" in tied:
+            if stored in check.modules:
+                text = "it is stored quantized, but config.json ties it to the embedding: readers take that instead"
+                check.add("config-mismatch", name, text)
+            continue
+        if stored in check.modules and is_head(name):
+            _check_head(check, name, recipe)
         if stored in check.modules and name in floats:
             text = f"it is stored quantized, but must stay in floating point: {floats[name]}"
             check.add("config-mismatch", name, text)
         if names.origin(name) is None:
             _check_linear(check, name, stored, module, ignore)
     return None
+
+
+def _check_head(check: Check, name: str, recipe: Recipe) -> None:
+    """A quantized output head has a group of its own: vLLM's class for it is no Linear."""
+    if not any(matches(pattern, name) for pattern, _ in recipe.rules):
+        text = "no group of config.json names the quantized output head: vLLM takes its integers for floats"
+        check.add("config-mismatch", name, text)
 
 
 def _check_linear(check: Check, name: str, stored: str | None, module: torch.nn.Linear, ignore: list[str]) -> None:

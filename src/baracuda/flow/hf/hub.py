@@ -5,12 +5,20 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from ..checkpoint.directory import Checkpoint
 from ..errors import FlowError
 
 #: `organisation/model`; anything else is a path.
 _ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 #: What a model directory is made of. Other formats of weights are never opened, so they are not downloaded.
 FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "baracuda.sha256", "*.tensors"]
+
+
+def model_directory(name: str | Path) -> Path:
+    """The same, where it holds a model: raises in words where there is no folder, or no model in it."""
+    directory = local_directory(name)
+    with Checkpoint.open(directory):
+        return directory
 
 
 def local_directory(name: str | Path) -> Path:

@@ -21,6 +21,39 @@ NO_LINEAR = "not a Linear by its name or shape"
 EXPERTS = "expert weights"
 
 
+@dataclass(frozen=True)
+class Head:
+    """The output head, where it is quantized on request."""
+
+    module: str
+    #: The stored tensor that it is quantized from: its own weight, or that of the embedding it is tied to.
+    tensor: str
+    #: Whether the config ties it to the embedding. Such a tie is resolved.
+    tied: bool
+    #: What it takes in the result.
+    nbytes: int = 0
+
+    @property
+    def is_added(self) -> bool:
+        """Whether the original does not store it: the tensor that it is made from stays beside it."""
+        return self.tensor != f"{self.module}.weight"
+
+    def note(self) -> str:
+        """What a reader of the checkpoint should know."""
+        said = f"The output head {self.module} is stored as int8, with a scale per row and activations per token."
+        if self.tied:
+            said += (
+                " The model ties it to its embedding: the tie is resolved (config.json has tie_word_embeddings false), "
+                "and the embedding stays in floating point."
+            )
+        if self.is_added:
+            said += f" The files hold {self.nbytes / 1e6:.1f} MB more than with the tied head."
+        return (
+            f"{said} baracuda.load, transformers and vLLM 0.32 compute it; older versions of vLLM, and other servers, "
+            "may take its integers for floats and answer nonsense."
+        )
+
+
 @dataclass
 class Structure:
     """`linears` maps the weight tensors to quantize to their module names; `left` says why others are not."""
@@ -43,6 +76,18 @@ class Structure:
     unread: str | None = None
     #: Module name -> the group size that was asked for, where it does not divide the columns and another was taken.
     refitted: dict[str, int] = field(default_factory=dict)
+    #: The output head, where it is quantized. It is not among `linears`: calibration and budgets leave it alone.
+    head: Head | None = None
+
+    @property
+    def quantized(self) -> dict[str, str]:
+        """Every tensor that something is quantized from -> the module: the Linears and the head."""
+        return self.linears if self.head is None else {**self.linears, self.head.tensor: self.head.module}
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """The tensors that are quantized into another module, and also stored as they are."""
+        return frozenset({self.head.tensor} if self.head is not None and self.head.is_added else ())
 
     def recipe(self) -> Recipe:
         """The scheme of each layer, for the config: groups that were made to fit are layers of their own."""
@@ -50,7 +95,7 @@ class Structure:
 
     def notes(self) -> list[str]:
         """What a reader of the checkpoint should know."""
-        notes = []
+        notes = [] if self.head is None else [self.head.note()]
         if any(EXPERT.match(module) for module in self.left):
             notes.append(
                 "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
@@ -98,8 +143,8 @@ class Structure:
 
     def ignore(self) -> list[str]:
         """Names for the config: readers must not expect these to be quantized. Numbered families become patterns."""
-        taken = {_family(module) for module in self.linears.values()}
-        taken |= {_family(self.modules.get(module, module)) for module in self.linears.values()}
+        taken = {_family(module) for module in self.quantized.values()}
+        taken |= {_family(self.modules.get(module, module)) for module in self.quantized.values()}
         names: set[str] = set()
         for module in self.left:
             if (experts := EXPERT.match(module)) is not None:

@@ -26,6 +26,7 @@ from ..checkpoint.fusion import fused_with
 from ..checkpoint.groups import unserved_groups
 from ..checkpoint.targets import layer_recipe
 from ..errors import FlowError, some
+from .head import ties_quantized, untied
 from .layers import EXPERT, Structure
 from .packed import PackedLinear
 from .repack import stored_groups
@@ -120,7 +121,7 @@ def describe_saved(directory: str | os.PathLike[str], integer_inputs: Collection
         structure = stored_structure(stored, modules)
         integers = {module for module in modules if structure.modules.get(module, module) in integer_inputs}
         found = {module: _stored_scheme(stored, module, module in integers) for module in modules}
-        config = dict(stored.config)
+        config = untied(stored.config) if ties_quantized(stored.config, modules) else dict(stored.config)
         floats = [name for module in modules for name in fused_with(module) if f"{name}.weight" in stored.where]
     if not found:
         raise FlowError(f"{out}: expected integer linears in the files that were written, found none")

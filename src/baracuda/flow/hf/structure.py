@@ -12,13 +12,15 @@ from ..checkpoint.directory import Checkpoint
 from ..checkpoint.fusion import fused_with
 from ..checkpoint.groups import fitting
 from ..checkpoint.storage import EIGHT_BIT_FLOATS, FLOATS, Storage
+from ..checkpoint.targets import HEAD, is_head
 from ..checkpoint.tensorfile import Entry
 from ..errors import CheckpointError, FlowError, some
 from .experts import stacked_experts, unstacked_experts, weight_only, who_reads_packed
+from .head import take_head
 from .layers import EXPERT, EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, NOT_STORED, Structure
 from .names import cuts_weights, match_names
 from .skeleton import SHARED, skeleton, stay_float, tied_weights
-from .surroundings import casts_to_its_type, needs_float_weights
+from .surroundings import casts, needs_float_weights
 
 #: Used when transformers does not know the model. The report says so.
 RULES = (
@@ -29,14 +31,15 @@ RULES = (
 _NOT_LINEAR = re.compile(
     r"embed|wte|wpe|lm_head|norm|\bhead\b|router|(^|\.)gate\.weight$|shared\.weight$", re.IGNORECASE
 )
-HEAD = "lm_head"
 #: Linears that choose experts, as do all modules in a `router`: servers read them in floating point only.
 ROUTERS = ("gate", "shared_expert_gate")
 #: Tensors that other tools store beside quantized weights.
 _SCALES = (".weight_scale", ".weight_scale_inv", ".scale_inv", ".SCB", ".absmax", ".qzeros", ".weight_scale_2")
 
 
-def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = ()) -> Structure:
+def find_linears(
+    source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (), quantize_head: bool = False
+) -> Structure:
     """The Linears of a checkpoint to quantize, each with its scheme and method, and the reasons why others stay."""
     if "quantization_config" in source.config:
         raise FlowError(f"{source.directory}: already quantized; start from the floating-point checkpoint")
@@ -57,7 +60,7 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
         reason = Storage(scheme).declines(entry)
         if any(matches(pattern, name) or matches(pattern, module) for pattern in ignore):
             reason = IGNORED
-        if _ends_in(name, HEAD) or _ends_in(module, HEAD):
+        if is_head(name) or is_head(module):
             reason = HEAD_STAYS
         if reason is not None:
             del structure.linears[tensor]
@@ -71,10 +74,12 @@ def find_linears(source: Checkpoint, recipe: Recipe, ignore: tuple[str, ...] = (
     if not structure.linears:
         raise FlowError(f"{source.directory}: nothing to quantize. {_why_nothing(structure.left)}")
     structure.choices = {module: structure.choices[module] for module in structure.linears.values()}
+    if quantize_head:
+        take_head(structure, model, source, ignore)
     _require_one_scheme(structure)
     for module, choice in structure.choices.items():
         asked = recipe.of(module, structure.modules.get(module, module)).scheme.weight.group_size
-        if asked is not None and choice.scheme.weight.group_size != asked:
+        if asked is not None and not is_head(module) and choice.scheme.weight.group_size != asked:
             structure.refitted[module] = asked
     if model is not None:
         structure.unstacked = unstacked_experts(model)
@@ -208,10 +213,10 @@ def _leave_whole_families(structure: Structure, source: Checkpoint) -> None:
 
 def why_float(model: torch.nn.Module, name: str, floats: dict[str, str]) -> str | None:
     """Why a Linear of a model stays float in every scheme, or None; `floats` is what `stay_float` found."""
-    if _ends_in(name, HEAD):
+    if is_head(name):
         return HEAD_STAYS
     router = "a router, which servers read in floating point" if _is_router(name) else None
-    return router or floats.get(name) or _casts(model, name)
+    return router or floats.get(name) or casts(model, name)
 
 
 def stored_structure(stored: Checkpoint, quantized: list[str]) -> Structure:
@@ -236,13 +241,6 @@ def stored_structure(stored: Checkpoint, quantized: list[str]) -> Structure:
 def float_name(tensor: str) -> str:
     """The name that a packed weight had before it was quantized."""
     return tensor.removesuffix("_packed") if tensor.endswith(".weight_packed") else tensor
-
-
-def _casts(model: torch.nn.Module, name: str) -> str | None:
-    """Why a Linear stays float although it is only called: its caller casts to `weight.dtype`. Or None."""
-    parent, _, leaf = name.rpartition(".")
-    casts = casts_to_its_type(model.get_submodule(parent), leaf)
-    return "the module around it casts to the type of its weight" if casts else None
 
 
 def _ends_in(name: str, *endings: str) -> bool:

@@ -33,6 +33,13 @@ def casts_to_its_type(around: nn.Module, name: str) -> bool:
     return any(re.search(asked, code) and not re.search(careful, code) for code in _functions(kind))
 
 
+def casts(model: nn.Module, name: str) -> str | None:
+    """Why a Linear stays float although it is only called: its caller casts to `weight.dtype`. Or None."""
+    parent, _, leaf = name.rpartition(".")
+    found = casts_to_its_type(model.get_submodule(parent), leaf)
+    return "the module around it casts to the type of its weight" if found else None
+
+
 def taken_apart(model: nn.Module) -> set[str]:
     """The modules whose weight the code around them computes with, instead of calling them."""
     names = dict(model.named_modules())

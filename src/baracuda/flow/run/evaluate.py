@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ...plans.plan import resolve_device
-from ..errors import FlowError
+from ..errors import CheckpointError, FlowError
 from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
 from ..hf.generation import failures_told
-from ..hf.hub import local_directory
+from ..hf.hub import model_directory
 from ..hf.load import load
 from .data import Data, as_file, batches, read_for, require_data
 from .inputs import compare_inputs, holds_inputs, read_inputs, require_perceived
+from .journal import digest_file
 from .options import Options, Progress
-from .report import sqnr_db
+from .overlap import seen_share
+from .report import read_report, sqnr_db
 from .samples import sample_texts
 
 #: Tokens with the largest divergence that are named.
@@ -37,16 +39,20 @@ def evaluate(
     device: torch.device,
     progress: Progress,
     skip: frozenset[str] = frozenset(),
+    calibration: Path | None = None,
 ) -> dict[str, Any]:
     """KL divergence and perplexity for models with logits, cosine of mean embeddings for others; error of each layer.
 
-    `skip` names modules whose outputs smoothing scaled on purpose.
+    `skip` names modules whose outputs smoothing scaled on purpose. `calibration` is what the result was fitted to.
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
     if holds_inputs(data):
         return {"data": data.name, **_perceive(original, quantized, data, options, device, progress, skip)}
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
     found = {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
+    if calibration is not None:
+        fitted = read_for(original, model_dir, calibration, options, "calibration", device)
+        found["seen_in_calibration"] = seen_share(fitted, sequences)
     if samples := sample_texts(model_dir, original, quantized, sequences, device, progress):
         found["samples"] = samples
     return found
@@ -120,9 +126,9 @@ def evaluate_checkpoint(
     """
     with as_file(text, "evaluation") as data:
         assert data is not None
-        original = None if against is None else local_directory(against)
+        original = None if against is None else model_directory(against)
         where = resolve_device(device)
-        return _evaluate(local_directory(checkpoint), data, original, samples, sequence_length, where, progress)
+        return _evaluate(model_directory(checkpoint), data, original, samples, sequence_length, where, progress)
 
 
 def _evaluate(
@@ -141,15 +147,38 @@ def _evaluate(
     model = any_model(directory, where)
     if against is None:
         sequences = read_for(model, directory, data, options, "evaluation", where)
-        return {"data": data.name, **_perplexity(model, sequences, where, step)}
+        seen = _seen(directory, data, sequences, model, where)
+        return {"data": data.name, **_perplexity(model, sequences, where, step), **seen}
     original = float_model(against, where)
     if holds_inputs(data):
         return {"data": data.name, **_perceive(original, model, data, options, where, step, frozenset())}
     sequences = read_for(original, against, data, options, "evaluation", where)
     found = {"data": data.name, **_compare(original, model, sequences, where, step, frozenset())}
+    found |= _seen(directory, data, sequences, original, where)
     for token in found.get("worst", []):
         token["before"], token["text"] = _texts(against, sequences[token["sequence"]], token["position"])
     return found
+
+
+def _seen(
+    directory: Path, data: Path, sequences: list[Tensor], model: nn.Module, where: torch.device
+) -> dict[str, float]:
+    """How much of the data was read when this checkpoint was calibrated, by its report; empty where nobody can tell."""
+    try:
+        run = read_report(directory)["run"]
+    except (FlowError, CheckpointError):  # not a checkpoint of ours
+        return {}
+    recorded, place = run.get("made_from", {}).get("calibration"), run.get("inputs", {}).get("calibration")
+    if recorded is None:
+        return {}
+    if recorded == digest_file(data):
+        return {"seen_in_calibration": 1.0}
+    if place is None or not Path(place).is_file() or digest_file(Path(place)) != recorded:
+        return {}
+    given = run["made_from"].get("options")
+    sizes = {key: given[key] for key in ("samples", "sequence_length") if isinstance(given, dict) and key in given}
+    fitted = read_for(model, directory, Path(place), Options(**sizes), "calibration", where)
+    return {"seen_in_calibration": seen_share(fitted, sequences)}
 
 
 def _perplexity(model: nn.Module, sequences: list[Tensor], device: torch.device, progress: Progress) -> dict[str, Any]:

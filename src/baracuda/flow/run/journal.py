@@ -203,7 +203,9 @@ def differences(before: Any, run: dict[str, Any]) -> str:
     if "options" in changed:
         was = before.get("options")
         was = was if isinstance(was, dict) else {}
-        named += [f"{k} ({was.get(k)!r} there, {v!r} here)" for k, v in run["options"].items() if was.get(k) != v]
+        here = run["options"]  # an option at its default may be in neither
+        keys = [key for key in {**here, **was} if was.get(key) != here.get(key)]
+        named += [f"{key} ({was.get(key)!r} there, {here.get(key)!r} here)" for key in keys]
     return ", ".join(named)
 
 

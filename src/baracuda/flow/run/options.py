@@ -34,6 +34,7 @@ class Options:
     rules: tuple[Rule, ...] = ()
     budget: float | None = None
     max_kl: float | None = None
+    quantize_head: bool = False
 
     def __post_init__(self) -> None:
         # W8A8 and w8a8 are one scheme, so a run that was begun with the one goes on with the other.
@@ -127,6 +128,7 @@ class Options:
             "rules": not self.rules,
             "budget": self.budget is None,
             "max_kl": self.max_kl is None,
+            "quantize_head": not self.quantize_head,
         }
         return {key: value for key, value in written.items() if not newer.get(key, False)}
 

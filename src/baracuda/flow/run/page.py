@@ -131,8 +131,8 @@ def page(content: dict[str, Any]) -> str:
 def _verdict(content: dict[str, Any]) -> Markup:
     """The grade, and the figures it comes from with their limits."""
     found, evaluation = verdict(content), content["evaluation"]
-    known = found.grade if found.figures else None
-    parts = [element("p", element("b", found.grade, class_=known), " ", found.advice)]
+    known = found.grade if found.figures and not found.flattered else None
+    parts = [element("p", element("b", found.title, class_=known), " ", found.advice)]
     if evaluation is None:
         parts.append(
             element("p", "No evaluation data was given: accuracy below is that of the weights alone.", class_="dim")

@@ -13,6 +13,7 @@ from ... import __version__
 from ...schemes import Choice
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import Storage
+from ..checkpoint.targets import is_head
 from ..checkpoint.tensorfile import Entry
 from ..hf.coverage import float_share
 from ..hf.layers import Structure
@@ -53,7 +54,7 @@ def preview(
         "linears_found_by": structure.source,
         "notes": structure.notes(),
         "float_share": float_share(structure, source),
-        "average_bits": average_bits(layers),
+        "average_bits": average_bits([layer for layer in layers if not is_head(layer["name"])]),
         "size": {"before": before, "after": before - saved, "ratio": (before - saved) / before},
         "estimate": {
             "seconds": _seconds(source, structure, plan, options, device, evaluation),
@@ -83,7 +84,7 @@ def scheme_name(choice: Choice) -> str:
 
 def _layers(source: Checkpoint, structure: Structure) -> list[dict[str, Any]]:
     made = []
-    for tensor, module in structure.linears.items():
+    for tensor, module in structure.quantized.items():
         choice, entry = structure.choices[module], source.entry(tensor)
         made.append(
             {
@@ -93,7 +94,7 @@ def _layers(source: Checkpoint, structure: Structure) -> list[dict[str, Any]]:
                 "method": choice.method.name,
                 "bits": choice.scheme.weight.bits,
                 "group_size": choice.scheme.weight.group_size,
-                "bytes_before": entry.nbytes,
+                "bytes_before": 0 if tensor in structure.kept else entry.nbytes,
                 "bytes_after": stored_bytes(choice, module, entry),
             }
         )
@@ -113,7 +114,7 @@ def _seconds(
 ) -> float:
     """From a part of a layer that is quantized here and now, and the speed of a matrix product."""
     parameters: dict[Choice, int] = {}
-    for tensor, module in structure.linears.items():
+    for tensor, module in structure.quantized.items():
         choice = structure.choices[module]
         parameters[choice] = parameters.get(choice, 0) + math.prod(source.entry(tensor).shape)
     workers = min(torch.get_num_threads(), MOST_WORKERS)
@@ -135,7 +136,7 @@ def _seconds(
 
 def _rate(source: Checkpoint, structure: Structure, choice: Choice) -> float:
     """Seconds per element to quantize weights of this choice on one thread."""
-    tensor = next(t for t, module in structure.linears.items() if structure.choices[module] == choice)
+    tensor = next(t for t, module in structure.quantized.items() if structure.choices[module] == choice)
     entry = source.entry(tensor)
     rows = max(1, min(entry.shape[0], SAMPLE // entry.shape[1]))
     sample = torch.randn(rows, entry.shape[1], generator=torch.Generator().manual_seed(0))

@@ -48,6 +48,7 @@ def quantize_checkpoint(
     budget: float | None = None,
     max_kl: float | None = None,
     allow_float: bool = False,
+    quantize_head: bool = False,
     dry_run: bool = False,
     on_plan: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
@@ -73,6 +74,8 @@ def quantize_checkpoint(
       gain most from it get 8 bits, as many as the budget pays for. `max_kl`: the fewest that keep the KL divergence to
       the float model within this bound; where 8 bits everywhere do not, some layers stay float. Both measure on the
       calibration data what quantizing each layer alone does to the model, and the report has the figures.
+    - `quantize_head`: also store the output head as int8, with a scale per row and activations per token, in every
+      scheme. A head that is tied to the embedding gets a weight of its own, and the embedding stays float.
     - `allow_float`: accept a checkpoint of which most parameters of the Linears stay in floating point. Without it such
       a run raises before it begins.
     - `recipe`: a TOML file, or the same as a dictionary, with `scheme`, `method`, `group_size` and `ignore` for all
@@ -106,6 +109,7 @@ def quantize_checkpoint(
         one_shot,
         budget=budget,
         max_kl=max_kl,
+        quantize_head=quantize_head,
     )
     if recipe is not None:
         read = read_recipe(recipe)

@@ -18,7 +18,7 @@ from ..checkpoint.directory import MANIFEST, REPORT, REPORT_PAGE, Checkpoint, re
 from ..checkpoint.manifest import digests, encode, read_manifest
 from ..errors import FlowError, os_errors_explained
 from ..hf.coverage import float_share
-from ..hf.layers import Structure
+from ..hf.layers import Head, Structure
 from .journal import Journal, sync_directory
 from .schema import require_report
 
@@ -39,6 +39,7 @@ def collect(
     after = sum((out / shard).stat().st_size for shard in source.shards)
     before = sum(file.path.stat().st_size for file in source.shards.values())
     outliers = notes.get("outliers", {})
+    usual = recipe.default.method.name
     layers = []
     for name, entry in sorted(statistics.items(), key=lambda item: natural(item[0])):
         layers.append(
@@ -53,7 +54,7 @@ def collect(
                 "bits": structure.choices[name].scheme.weight.bits,
                 "group_size": structure.choices[name].scheme.weight.group_size,
                 **({"method": entry["method"]} if "method" in entry else {}),
-                **({} if (rounding := structure.choices[name].method.name) == "rtn" else {"rounding": rounding}),
+                **({} if (rounding := structure.choices[name].method.name) == usual else {"rounding": rounding}),
                 **outliers.get(name, {}),
             }
         )
@@ -69,11 +70,22 @@ def collect(
         "linears_found_by": structure.source,
         "layers": layers,
         "left": [{"name": n, "reason": r} for n, r in sorted(structure.left.items(), key=lambda i: natural(i[0]))],
+        **({} if structure.head is None else {"head": _head(structure.head)}),
         "float_share": float_share(structure, source),
         "notes": [*structure.notes(), *_few_tokens(notes, layers)],
         "smoothing": {key: value for key, value in notes.items() if key != "outliers"} or None,
         "size": {"before": before, "after": after, "ratio": after / before},
         "evaluation": None,
+    }
+
+
+def _head(head: Head) -> dict[str, Any]:
+    """The output head that was quantized on request, and what resolving its tie to the embedding added to the files."""
+    return {
+        "name": head.module,
+        "tied_to": head.tensor if head.tied else None,
+        "bytes": head.nbytes,
+        "bytes_added": head.nbytes if head.is_added else 0,
     }
 
 

@@ -16,7 +16,7 @@ from ..errors import FlowError
 from ..hf import measure
 from ..hf.forward import float_model, generates
 from ..hf.generation import plain_generation
-from ..hf.hub import local_directory
+from ..hf.hub import model_directory
 from ..hf.load import load
 from ..hf.skeleton import require_transformers
 
@@ -50,11 +50,12 @@ def compare_speed(
     require_transformers("measuring runs the model")
     device = resolve_device(device)
     contestants: dict[str, Any] = {}
-    for given in [model, *([] if quantized is None else [quantized])]:
+    places = {given: model_directory(given) for given in (model, quantized) if given is not None}
+    for given, directory in places.items():
         last = Path(given).name  # of an id, not of its snapshot in the cache
         name = last if last not in contestants else str(given)
         progress(f"loading {given}")
-        contestants[name] = _opened(local_directory(given), device)
+        contestants[name] = _opened(directory, device)
     with ExitStack() as stack:
         for each in contestants.values():
             stack.enter_context(plain_generation(each))
@@ -79,8 +80,6 @@ def compare_speed(
 
 
 def _opened(directory: Path, device: torch.device) -> Any:
-    if not directory.is_dir():
-        raise FlowError(f"{directory}: expected a model directory; it is not there")
     if "quantization_config" in read_json(directory / "config.json"):
         model = load(directory, device=device)
     else:

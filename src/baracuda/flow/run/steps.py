@@ -21,8 +21,10 @@ from ..checkpoint.storage import Storage
 from ..checkpoint.tensorfile import Entry, TensorFileWriter, layout
 from ..errors import FlowError
 from ..hf.coverage import require_mostly_quantized
+from ..hf.head import untied
 from ..hf.layers import Structure
 from ..hf.structure import find_linears
+from . import overlap
 from . import report as reports
 from .changes import Changes
 from .data import rehearse, require_data
@@ -69,7 +71,7 @@ class Run:
                 "(.safetensors); pass --calibration FILE"
             )
         self._check_options()
-        self.structure = find_linears(self.source, self.plan.recipe, options.ignore)
+        self.structure = find_linears(self.source, self.plan.recipe, options.ignore, options.quantize_head)
         if not self.allow_float:
             require_mostly_quantized(self.structure, self.source, options.group_size)
         if self.target is not None:
@@ -192,7 +194,10 @@ class Run:
     def _config(self) -> dict[str, Any]:
         """The model's own, with the type that readers took from its first tensor, which can be a scale now."""
         quantization = quantization_config(self.structure.recipe(), self.structure.ignore())
-        config = dict(self.source.config) | {"quantization_config": quantization}
+        config = dict(self.source.config)
+        if self.structure.head is not None and self.structure.head.tied:
+            config = untied(config)
+        config["quantization_config"] = quantization
         if not config.get("dtype") and not config.get("torch_dtype") and (dtype := self.source.dtype) is not None:
             config["torch_dtype"] = dtype  # the name that every version of transformers reads
         return config
@@ -276,9 +281,11 @@ class Run:
         """The tensors of a shard of the result, with their places in the file."""
         stored: list[Entry] = []
         for name, entry in self.source.shards[shard].entries.items():
-            module = self.structure.linears.get(name)
-            choice = None if module is None else self.structure.choices[module]
-            stored += [entry] if choice is None else Storage(choice.scheme).entries(str(module), entry)
+            module = self.structure.quantized.get(name)
+            if module is None or name in self.structure.kept:
+                stored.append(entry)
+            if module is not None:
+                stored += Storage(self.structure.choices[module].scheme).entries(module, entry)
         return layout(stored)
 
     def _convert(self, plans: dict[str, list[Entry]], changes: Changes) -> None:
@@ -312,11 +319,12 @@ class Run:
         job = ShardJob(
             source,
             writer,
-            {tensor: m for tensor, m in self.structure.linears.items() if tensor in source.entries},
+            {tensor: m for tensor, m in self.structure.quantized.items() if tensor in source.entries},
             self.structure.choices,
             changes,
             self.device,
             lambda tensor, count: self.progress("quantize", count, total, tensor),
+            self.structure.kept,
         )
         try:
             statistics = job.run([entry.name for entry in mine])
@@ -359,6 +367,7 @@ class Run:
             try:
                 content["evaluation"] = self._evaluate(self.evaluation, changes)
                 content["run"]["tokens_per_second"] = content["evaluation"].pop("tokens_per_second")
+                content["notes"] += filter(None, [overlap.warning(content["evaluation"])])
             except Exception as error:  # whatever it is, the weights are written
                 failure = error
                 content["run"]["made_from"]["evaluation"] = None
@@ -370,4 +379,13 @@ class Run:
 
         folded = changes.notes.get("folded", [])
         scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
-        return evaluate(self.source.directory, self.out, data, self.options, self.device, self.progress, scaled)
+        return evaluate(
+            self.source.directory,
+            self.out,
+            data,
+            self.options,
+            self.device,
+            self.progress,
+            scaled,
+            self.calibration,
+        )

@@ -91,7 +91,10 @@ class Buffers:
 
 @dataclass
 class ShardJob:
-    """What becomes of one shard: `linears` maps the tensors to quantize to module names, the rest is copied."""
+    """What becomes of one shard: `linears` maps the tensors to quantize to module names, the rest is copied.
+
+    Those that are `kept` are copied, too: the module that is made from one is stored beside it.
+    """
 
     source: TensorFile
     writer: TensorFileWriter
@@ -101,6 +104,7 @@ class ShardJob:
     changes: Changes
     device: torch.device
     progress: Callable[[str, int], None] = field(default=lambda tensor, count: None)
+    kept: frozenset[str] = frozenset()
     _buffers: Buffers = field(init=False)
     #: A GPU is one queue, and its kernels are compiled once: workers take turns there.
     _turn: AbstractContextManager[Any] = field(init=False)
@@ -163,7 +167,11 @@ class ShardJob:
             return Converted([(name, block.start, raw)], buffer=buffer)
         with self._turn:
             converted = self._convert(block, raw)
-        self._buffers.give_back(buffer)
+        if name in self.kept:
+            converted.outputs.append((name, block.start, raw))
+            converted.buffer = buffer
+        else:
+            self._buffers.give_back(buffer)
         return converted
 
     def _changes(self, name: str) -> bool:
@@ -218,7 +226,7 @@ class ShardJob:
         entry, module = self.source.entries[name], self.linears[name]
         return {
             "shape": list(entry.shape),
-            "bytes_before": entry.nbytes,
+            "bytes_before": 0 if name in self.kept else entry.nbytes,
             "bytes_after": sum(e.nbytes for e in self._storage(module).entries(module, entry)),
             "signal": measure.signal,
             "noise": measure.noise,

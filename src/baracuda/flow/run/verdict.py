@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .overlap import warning
+
 GRADES = ("good", "fair", "poor")
 #: Below this many tokens, the figures depend on which ones were taken.
 ENOUGH_TOKENS = 2000
@@ -49,12 +51,18 @@ class Verdict:
     grade: str
     figures: tuple[tuple[Criterion, float, str], ...]
     advice: str
+    #: Whether the figures come from text that the result was fitted to.
+    flattered: bool = False
 
     def __str__(self) -> str:
         if not self.figures:
             return f"{self.grade}: {self.advice}"
         criterion, value, _ = max(self.figures, key=lambda figure: GRADES.index(figure[2]))
-        return f"{self.grade}: {criterion.name} {_shown(criterion, value)} ({criterion.limits()}). {self.advice}"
+        return f"{self.title}: {criterion.name} {_shown(criterion, value)} ({criterion.limits()}). {self.advice}"
+
+    @property
+    def title(self) -> str:
+        return f"{self.grade}, but on its calibration text" if self.flattered else self.grade
 
 
 def verdict(content: dict[str, Any]) -> Verdict:
@@ -64,7 +72,8 @@ def verdict(content: dict[str, Any]) -> Verdict:
     if not figures:
         return Verdict("not measured", (), "Add --evaluate FILE with texts like those the model is for.")
     grade = max((grade for _, _, grade in figures), key=GRADES.index)
-    return Verdict(grade, figures, _advice(grade, content))
+    flattered = warning(evaluation) is not None
+    return Verdict(grade, figures, _advice(grade, content, flattered), flattered)
 
 
 def _figures(evaluation: dict[str, Any]) -> Iterator[tuple[Criterion, float]]:
@@ -79,13 +88,15 @@ def _figures(evaluation: dict[str, Any]) -> Iterator[tuple[Criterion, float]]:
         yield COSINE, evaluation["cosine"]["min"]
 
 
-def _advice(grade: str, content: dict[str, Any]) -> str:
+def _advice(grade: str, content: dict[str, Any], flattered: bool) -> str:
     tokens, perceives = content["evaluation"]["tokens"], "inputs" in content["evaluation"]
     few = isinstance(tokens, int) and tokens < ENOUGH_TOKENS
     what = "outputs were measured: give more samples" if perceives else "tokens were measured: give more text"
     more = f" Only {tokens} {what}." if few else ""
+    if flattered:
+        more += " These figures flatter it: evaluate on text that calibration did not read."
     if grade == "good":
-        return f"Nothing needs to be done.{more}"
+        return more.strip() if flattered else f"Nothing needs to be done.{more}"
     if perceives:  # such models are not calibrated
         return f"Leave the noisiest layers below out with --ignore.{more}"
     name, calibrated = content["scheme"]["name"], content["smoothing"] is not None or "method" in content

@@ -8,10 +8,14 @@ from pathlib import Path
 
 from ..checkpoint.check import Check, Finding
 from ..checkpoint.compare import compare
+from ..checkpoint.directory import Checkpoint
 from ..checkpoint.inventory import check_inventory
+from ..errors import CheckpointError
 from ..hf.compare_config import compare_configs
 from ..hf.expectations import check_factors, check_model
+from ..hf.head import original_head
 from ..hf.hub import local_directory
+from ..hf.layers import Head
 from .proof import check_folds
 
 #: Enough to see what is wrong; a damaged file can produce one for every tensor.
@@ -47,16 +51,27 @@ def _run(check: Check, against: Path | None) -> None:
         if recipe is not None:
             check.check_modules(recipe)
             check.check_ignored(config["quantization_config"]["ignore"])
-            check_model(check, config)
+            check_model(check, config, recipe)
             check.check_fused(recipe)
             check_factors(check, recipe)
         for name in check.entries:
             check.check_values(name)
         if against is not None:
-            compare(check, against, recipe)
+            head = _original_head(check, against)
+            made_from = {head.module: head.tensor} if head is not None and head.is_added else {}
+            compare(check, against, recipe, made_from)
             check_folds(check, against)
-            compare_configs(check, config, against)
+            compare_configs(check, config, against, head)
     return None
+
+
+def _original_head(check: Check, against: Path) -> Head | None:
+    """What the output head was made from in the original, where it is stored quantized."""
+    try:
+        with Checkpoint.open(against) as source:
+            return original_head(check.modules, source)
+    except CheckpointError:  # a finding of those who compare the tensors
+        return None
 
 
 def _notes(check: Check) -> list[str]:
