@@ -83,8 +83,18 @@ def lanes(COLS: tl.constexpr, VECTOR: tl.constexpr):
 
 
 @triton.jit
+def existing(place, columns, width):
+    """Which elements of a tile exist: those of its valid lines, in columns below `width`."""
+    inside = place.valid & (columns < width)
+    if INTERPRETED:  # where a comparison of scalars is int32 once it is spread over a tile, and 3.9 takes no such mask
+        return inside != 0
+    else:
+        return inside
+
+
+@triton.jit
 def columns_at(place, COLS: tl.constexpr, VECTOR: tl.constexpr):
     """(a tile's columns, which of its elements exist). Add place.start to a pointer first, then the columns: the start
     is the same for a whole line."""
     columns = place.column + lanes(COLS, VECTOR)[None, :]
-    return columns, place.valid & (columns < place.width)
+    return columns, existing(place, columns, place.width)

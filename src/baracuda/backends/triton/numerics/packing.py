@@ -12,7 +12,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .indices import columns_at, lanes
+from .indices import columns_at, existing, lanes
 
 #: PACKED is 0 for one element a byte; two a byte are unsigned or signed.
 UNSIGNED_PAIRS = tl.constexpr(1)
@@ -78,7 +78,7 @@ def store_quantized(
         width_in_bits: tl.constexpr = 4 if PACKED else 8
         signed: tl.constexpr = is_signed(PACKED) if PACKED else out_ptr.dtype.element_ty.is_int_signed()
         words = place.column // EACH + lanes(COLS // EACH, VECTOR // EACH)[None, :]
-        mask = place.valid & (words < place.width // EACH) if MASKED else None
+        mask = existing(place, words, place.width // EACH) if MASKED else None
         word = pack(x, rest, width_in_bits, signed, EACH, LACKS, PER_COLUMN)
         if width_in_bits * EACH == 32:
             words_ptr = out_ptr.to(tl.pointer_type(tl.int32))
@@ -122,6 +122,6 @@ def load_pairs(ptr, place, MASKED: tl.constexpr, SIGNED: tl.constexpr, COLS: tl.
     """The integers at a place, int32, from bytes of two: no pair may straddle lines, so the packed lines are those of
     the place, half as long."""
     pairs = place.column // 2 + lanes(COLS // 2, VECTOR // 2)[None, :]
-    mask = place.valid & (pairs < place.width // 2) if MASKED else None
+    mask = existing(place, pairs, place.width // 2) if MASKED else None
     byte = tl.load(ptr + place.start // 2 + pairs, mask=mask).to(tl.int32)
     return tl.interleave(nibble_at(byte, 0, SIGNED), nibble_at(byte, 1, SIGNED))
