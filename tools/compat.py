@@ -50,21 +50,6 @@ READ = Tests(
         "or while_it_is_loaded or as_it_was_read",
     ),
 )  # fmt: skip
-#: About models, or rules for them, that the oldest transformers has not: the names of tests.
-NEWER = (
-    "test_names.py::test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs[vit]",
-    "test_names.py::test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs[gpt_neox]",
-    "test_names.py::test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs[nomic_bert]",
-    "test_names.py::test_every_linear_is_quantized_or_left_with_a_reason_and_the_model_runs[mamba]",
-    "test_names.py::test_linears_that_share_their_weights_with_linears_stay_float",
-    "test_names.py::test_heads_and_routers_stay_float_wherever_they_are[jetmoe]",
-    "test_surroundings.py::test_linears_that_are_left_float_are_in_nobodys_way",
-    "test_surroundings.py::test_linears_that_are_computed_with_stay_float_and_the_model_runs[longcat-w4a16]",
-)
-OLD_FLOW = Tests(
-    f"`tests/flow`, less {len(NEWER)} tests of models and rules that it has not yet",
-    (*FLOW.arguments, *(part for name in NEWER for part in ("--deselect", f"tests/flow/hf/{name}"))),
-)
 KERNELS = Tests(
     "`tests/backends/triton`, in Triton's interpreter", ("tests/backends/triton", "-m", "not slow and not gpu")
 )
@@ -107,7 +92,7 @@ BETWEEN = {
 }
 #: Rows of many minutes, or of gigabytes: PyPI has torch for CUDA alone.
 LONG = {
-    "flow-oldest": replace(OLDEST, tests=OLD_FLOW, folder="transformers-oldest"),
+    "flow-oldest": replace(OLDEST, tests=FLOW, folder="transformers-oldest"),
     "flow-5.17": replace(BETWEEN["transformers-5.17"], tests=FLOW, folder="transformers-5.17"),
     "flow-newest": replace(NEWEST, tests=FLOW, folder="transformers-newest"),
     "torch-oldest": Row(("torch==2.11.0",), TORCH),

@@ -67,10 +67,6 @@ def test_the_page_prints_what_the_rows_gave() -> None:
     assert page == compat.rewritten(page, RECORD), "run the rows of tools/compat.py: they write the page"
 
 
-#: Rows with tests that fail, which the page says too; a row that passes again leaves the list.
-FAILING = ("flow-oldest",)
-
-
 @pytest.mark.parametrize("name", compat.ROWS)
 def test_every_row_was_run_with_its_packages_and_its_tests_and_passed(name: str) -> None:
     row, entry = compat.ROWS[name], RECORD.get(name)
@@ -80,8 +76,7 @@ def test_every_row_was_run_with_its_packages_and_its_tests_and_passed(name: str)
     for package in row.packages + row.alone:
         found, _, version = package.partition("==")
         assert version in ("", entry["versions"][found]), f"{package}: make compat ROWS={name}"
-    expected = "FAILED" if name in FAILING else "passed"
-    assert entry["tests"] == row.tests.words and compat.verdict(entry) == expected, f"make compat ROWS={name}"
+    assert entry["tests"] == row.tests.words and compat.verdict(entry) == "passed", f"make compat ROWS={name}"
 
 
 def test_the_record_has_no_rows_that_are_gone() -> None:

@@ -220,8 +220,11 @@ def test_linears_that_are_left_float_are_in_nobodys_way(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     model = models.save_built(mamba, tmp_path / "model")
     options: dict[str, Any] = {"scheme": "w4a16", "group_size": 16, "ignore": "*.out_proj"}
-    (note,) = quantize_checkpoint(tmp_path / "model", tmp_path / "out", allow_float=True, **options)["notes"]
-    assert note.startswith("Groups of 16 are read by baracuda.load")
+    *others, note = quantize_checkpoint(tmp_path / "model", tmp_path / "out", allow_float=True, **options)["notes"]
+    if others and not models.since(5, 17):  # old versions initialize every Linear of Mamba once more
+        assert "its MambaForCausalLM asks Linears for a float weight when it has loaded" in others[0]
+        pytest.skip("this transformers asks all of Mamba's Linears for their weight, and the report says so")
+    assert not others and note.startswith("Groups of 16 are read by baracuda.load")
     with models.transformers_alone():
         theirs = type(model).from_pretrained(tmp_path / "out").eval()
     assert models.relative(logits(theirs), logits(baracuda.load(tmp_path / "out", fuse=False))) < 1e-5
@@ -281,6 +284,8 @@ def test_the_source_tells_which_linears_are_not_called_in_inference_but_computed
 def test_linears_that_are_computed_with_stay_float_and_the_model_runs(
     build: Callable[[], nn.Module], scheme: str, tmp_path: Path
 ) -> None:
+    if build is longcat:
+        models.needs_readable_experts()
     model = models.save_built(build, tmp_path / "model")
     packed = {"group_size": 16} if scheme == "w4a16" else {}
     report = quantize_checkpoint(tmp_path / "model", tmp_path / "out", scheme=scheme, allow_float=True, **packed)

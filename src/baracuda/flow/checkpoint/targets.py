@@ -14,10 +14,12 @@ DOT = re.escape(".")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: What most models call their output head.
 HEAD = "lm_head"
+#: GPT-NeoX has the second in its files, and in the models of old versions of transformers.
+HEADS = (HEAD, "embed_out")
 
 
 def is_head(module: str) -> bool:
-    return module.rpartition(".")[2] == HEAD
+    return module.rpartition(".")[2] in HEADS
 
 
 def layer_recipe(schemes: Mapping[str, Scheme], names: Mapping[str, str] | None = None) -> Recipe:

@@ -76,13 +76,17 @@ def tokenizer(directory: Path) -> Any:
     _require_own_files(directory)
     try:
         with alone():
-            return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+            found = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        # Some versions of transformers make one of nothing, to which all texts are the same unknown token.
+        if len(found.get_vocab()) > len(found.get_added_vocab()):
+            return found
+        reason = "its vocabulary has special tokens alone"
     except Exception as error:  # files can be wrong in any way; transformers and tokenizers then raise anything
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-        raise FlowError(
-            f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
-            f"instead ({reason})"
-        ) from None
+    raise FlowError(
+        f"{directory}: no tokenizer that transformers can load, so texts cannot be read; give tokens.safetensors "
+        f"instead ({reason})"
+    )
 
 
 def templated(tokenizer: Any, turns: Sequence[Mapping[str, Any]], **options: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, build_glob_alternation
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -26,6 +26,8 @@ from .packed import make_ready
 from .skeleton import stay_float
 
 METHOD = "baracuda"
+#: Where a model has patterns for the names of what transformers loads as float32 whatever the type of the model.
+KEPT = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
 
 
 @register_quantization_config(METHOD)
@@ -128,6 +130,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
                 continue
             if not any(matches(pattern, name) for pattern in ignore):
                 model.set_submodule(name, quantized_linear(module, recipe.of(name).scheme, module.weight.dtype))
+        leave_integers(model)
         self.shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self.dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
 
@@ -158,11 +161,10 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def _cast(self, model: nn.Module) -> None:
         """Give floats the type of the model. Some versions of transformers leave renamed ones in that of the file."""
-        names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
-        kept = {part for name in names for part in getattr(model, name, None) or ()}
+        kept = {part for name in KEPT for part in getattr(model, name, None) or ()}
         for name, parameter in model.named_parameters():
             wanted = self.dtypes.get(name, parameter.dtype)
-            if parameter.is_floating_point() and parameter.dtype is not wanted and not kept & set(name.split(".")):
+            if parameter.is_floating_point() and parameter.dtype is not wanted and not kept & {name, *name.split(".")}:
                 parameter.data = parameter.data.to(wanted)
 
     def is_serializable(self) -> bool:
@@ -177,3 +179,22 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
     def is_compileable(self) -> bool:
         """Without this `generate` with a static cache runs eagerly."""
         return True
+
+
+def leave_integers(model: nn.Module) -> None:
+    """Narrow the patterns of what is loaded as float32 to floats: the oldest versions of transformers cast whatever a
+    pattern matches, such as the packed integers of T5's `wo`, which float32 has too few bits for."""
+    tensors = model.state_dict()
+
+    def narrowed(pattern: str) -> list[str]:
+        found = build_glob_alternation([pattern])[0]
+        matched = [name for name in tensors if found.search(name)]
+        floats = [name for name in matched if tensors[name].is_floating_point()]
+        return floats if len(floats) < len(matched) else [pattern]
+
+    for attribute in KEPT:
+        if patterns := getattr(model, attribute, None):
+            setattr(model, attribute, type(patterns)(name for pattern in patterns for name in narrowed(pattern)))
+    if plan := getattr(model, "dtype_plan", None):  # made of them when the model is, in the oldest versions
+        narrower = {name: dtype for pattern, dtype in plan.items() for name in narrowed(pattern)}
+        setattr(model, "dtype_plan", narrower)  # noqa: B010 - a module's own attributes are tensors to mypy
