@@ -50,9 +50,12 @@ def get_kernel(*args, **options):
 def _unchanged(*args, **options):
     return lambda decorated: decorated
 use_kernelized_func = use_kernel_forward_from_hub = use_kernel_func_from_hub = _unchanged
-class _Anything:
+class _Named(type):
+    def __getattr__(cls, name): return _Anything()
+class _Anything(metaclass=_Named):
     def __init__(self, *args, **options): pass
     def __call__(self, *args, **options): return self
+    def __or__(self, other): return self
     def __getattr__(self, name): return _Anything()
 def __getattr__(name):
     if name.startswith("__"): raise AttributeError(name)
@@ -102,6 +105,11 @@ def test_settings_that_load_by_name_are_dropped_at_any_depth() -> None:
     inner = {"_attn_implementation": "a/b", "hidden_size": 3, "list": [{"auto_map": {}, "kept": 1}]}
     config = {"text_config": inner, "fusion_config": {}, "transformers_weights": "adapter_model.bin", "vocab_size": 7}
     assert harmless(config) == {"text_config": {"hidden_size": 3, "list": [{"kept": 1}]}, "vocab_size": 7}
+
+
+def test_a_setting_that_is_switched_off_stays_so_that_no_default_switches_it_on() -> None:
+    assert harmless({"use_pretrained_backbone": False}) == {"use_pretrained_backbone": False}
+    assert harmless({"use_pretrained_backbone": True}) == {}
 
 
 @pytest.mark.parametrize("key", ["_attn_implementation", "attn_implementation", "_experts_implementation"])

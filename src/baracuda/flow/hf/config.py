@@ -38,8 +38,11 @@ MAX_REPEATS, MAX_EXPERTS = 10_000, 100_000
 
 
 def harmless(config: dict[str, Any]) -> dict[str, Any]:
-    """The config without the settings that load something by name, at any depth."""
-    return {key: _harmless(value) for key, value in config.items() if key not in LOADS_BY_NAME}
+    """The config without the settings that load something by name, at any depth.
+
+    One that is switched off stays: without it, a default may switch it on.
+    """
+    return {key: _harmless(value) for key, value in config.items() if key not in LOADS_BY_NAME or value is False}
 
 
 def _harmless(value: Any) -> Any:
