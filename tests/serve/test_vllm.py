@@ -17,8 +17,10 @@ import models
 import pytest
 import serving
 import torch
+import transformers
 
-from baracuda.flow import quantize_checkpoint
+import baracuda
+from baracuda.flow import quantize_checkpoint, verify
 from baracuda.flow.checkpoint.tensorfile import read_tensors
 
 pytest.importorskip("vllm", reason="make vllm runs these")
@@ -157,6 +159,25 @@ def test_vllm_computes_a_head_that_was_untied_and_quantized(
         assert type(head).__name__ == "ParallelLMHead" and (kernel_of(head) == INT8) is ours
         given = serving.answers(llm)
     assert serving.distance(out, given, dtype) < (BF16_TOLERANCE if dtype is torch.bfloat16 else TOLERANCE)
+
+
+@pytest.mark.parametrize("made", ["loaded", "quantized", "trained"])
+def test_vllm_serves_what_save_pretrained_wrote_of_a_live_model(made: str, checkpoints: Path, tmp_path: Path) -> None:
+    loaded, out = serving.checkpoint("llama", "w8a8", checkpoints), tmp_path / "saved"
+    if made == "loaded":
+        model = baracuda.load(loaded)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(checkpoints / "llama")
+        change = baracuda.quantize_model if made == "quantized" else baracuda.prepare_qat
+        change(model, "w8a8", ignore=["lm_head"])
+        if made == "trained":
+            baracuda.convert(model)
+    model.save_pretrained(out)
+    serving.tokenizer().save_pretrained(out)
+    assert verify(out, checkpoints / "llama") == []
+    with serving.served(out) as llm:
+        given = serving.answers(llm)
+    assert serving.distance(out, given) < TOLERANCE
 
 
 def linears(llm: Any) -> list[Any]:

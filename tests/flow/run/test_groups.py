@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.config import parse_config, quantization_config
-from baracuda.flow.checkpoint.groups import fitting, usable_size
+from baracuda.flow.checkpoint.groups import fitting, unserved_groups, usable_size
 from baracuda.flow.checkpoint.targets import layer_recipe
 from baracuda.flow.checkpoint.tensorfile import write_tensors
 from baracuda.schemes import Scheme, checkpoint_scheme
@@ -30,6 +30,13 @@ W4, W8 = checkpoint_scheme("w4a16")[0], checkpoint_scheme("w8a8")[0]
 def test_the_next_smaller_size_that_servers_take_is_chosen(asked: int, columns: int, size: int) -> None:
     """Where none fits, the size stays as it was, and the layer float."""
     assert fitting(W4.with_groups(asked), columns).weight.group_size == size
+
+
+@pytest.mark.parametrize("size", [16, 256])
+def test_a_group_size_that_servers_may_refuse_is_named(size: int) -> None:
+    said = unserved_groups([size, 128, None])
+    assert said is not None and said.startswith(f"Groups of {size} are read by baracuda.load and transformers; vLLM")
+    assert unserved_groups([32, 64, 128, None]) is None
 
 
 def test_all_columns_of_experts_fit_one_size() -> None:
