@@ -1,4 +1,4 @@
-"""The compiled module `baracuda._host`: whether it is there, and how it spells dtypes and devices."""
+"""The host: whether the compiled module `baracuda._host` is there, how it spells types, what the CPU multiplies."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ DLPACK_DTYPES = {
     torch.int32: (0, 32),
 }
 DLPACK_DEVICES = {"cpu": 1, "cuda": 2}
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bf16; without them torch takes longer than for f32."""
+    has = torch.cpu.get_capabilities()
+    return bool(has.get("avx512_bf16") or has.get("amx_bf16"))

@@ -90,6 +90,18 @@ def test_few_tokens_never_make_the_weight_float(monkeypatch: pytest.MonkeyPatch)
         made(torch.randn(FEW_TOKENS + 1, K))
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_many_tokens_are_multiplied_in_f32_where_bf16_would_take_longer(
+    slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("baracuda.flow.hf.packed._SLOW", (torch.bfloat16,) if slow else ())
+    made, x = linear(40, dtype=torch.bfloat16), torch.randn(FEW_TOKENS + 1, K).bfloat16()
+    math = torch.float32 if slow else torch.bfloat16
+    expected = nn.functional.linear(x.to(math), made.dequantized_weight(math), made.bias.to(math))
+    y = made(x)
+    assert y.dtype is torch.bfloat16 and torch.equal(y, expected.bfloat16())
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_siblings_have_the_same_bits_in_every_column(kind: str) -> None:
     class Block(nn.Module):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...backends.registry import Value
+from ...core.host import multiplies_bf16
 from ...core.problem import Spec
 from ...core.scope import PerGroup
 from ...core.types import Activation, BackendKind, ElementKind, QuantizeKind
@@ -28,6 +29,9 @@ from ..errors import FlowError
 #: On the CPU, up to this many tokens are multiplied by the packed weight: a token has the same bits in each such batch.
 #: More are multiplied by the weight made float, which is faster then; torch chooses the order of those sums.
 FEW_TOKENS = 32
+
+#: Types that this processor multiplies more slowly than f32.
+_SLOW = () if multiplies_bf16() else (torch.bfloat16, torch.float16)
 
 #: The top bits of the eight integers in a word: flipping them turns q + 8 into two's complement, and back.
 _TOP_BITS = -0x77777778
@@ -208,7 +212,9 @@ class PackedLinear(Sibling):
             return y
         x, bias = under_autocast(x), self.bias
         if not packed:
-            return nn.functional.linear(x, self._whole(x.dtype), bias if bias is None else bias.to(x.dtype))
+            math = torch.float32 if x.is_cpu and x.dtype in _SLOW else x.dtype
+            y = nn.functional.linear(x.to(math), self._whole(math), bias if bias is None else bias.to(math))
+            return y.to(x.dtype)
         weight, scale, zero_point = self._operands()[:3]
         scale, added = scale if scale.dtype in (torch.float32, x.dtype) else scale.float(), bias_as(bias, x.dtype)
         return float_linear(x, weight, scale, zero_point, added, "s4" if self.signed else "u4")

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.host import multiplies_bf16
 from ...schemes import CalibrationData
 from ..checkpoint.directory import Checkpoint
 from ..checkpoint.storage import Storage
@@ -179,8 +180,7 @@ class Blockwise:
 
 def compute_dtype(model: nn.Module, device: torch.device) -> torch.dtype:
     """What blocks compute in: bf16 for models stored in it, on a CPU that multiplies it faster than f32; else f32."""
-    has = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    fast = bool(has.get("avx512_bf16") or has.get("amx_bf16"))
+    fast = device.type == "cpu" and multiplies_bf16()
     return torch.bfloat16 if fast and {p.dtype for p in model.parameters()} == {torch.bfloat16} else torch.float32
 
 
