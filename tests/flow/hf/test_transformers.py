@@ -81,12 +81,13 @@ def test_on_the_fly_refuses_what_needs_data() -> None:
 
 
 def test_a_file_of_another_shape_is_not_read(llama: Path, tmp_path: Path) -> None:
+    """transformers 5.23 and newer name the tensor in their log, older ones in the error."""
     from baracuda.flow.checkpoint.tensorfile import write_tensors
 
     out = quantized(llama, tmp_path / "out", "w8a8")
     path = next(path for path in out.glob("*.safetensors") if "model.norm.weight" in read_tensors(path))
     write_tensors(path, read_tensors(path) | {"model.norm.weight": torch.ones(32)}, {"format": "pt"})
-    with pytest.raises((FlowError, RuntimeError), match=r"model\.norm\.weight"):
+    with pytest.raises((FlowError, RuntimeError), match=r"model\.norm\.weight|details look at the above report"):
         read(out)
 
 

@@ -99,9 +99,9 @@ class Structure:
         if any(EXPERT.match(module) for module in self.left):
             notes.append(
                 "The experts stay in floating point. baracuda.load and servers read them; transformers' own reader of "
-                "compressed-tensors, from 5.13 on, looks for packed experts only and would start with random ones. "
-                "All of these read quantized ones: do not ignore them, and give 4-bit schemes a --group-size that "
-                "divides their columns."
+                "compressed-tensors, from 5.13 on, looks for packed experts only: it starts with random ones, or "
+                "raises. All of these read quantized ones: do not ignore them, and give 4-bit schemes a --group-size "
+                "that divides their columns."
             )
         if self.unread is not None:
             notes.append(self.unread)

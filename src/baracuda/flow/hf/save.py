@@ -139,8 +139,8 @@ def _warn(structure: Structure, found: Mapping[str, Scheme], mixed: Collection[s
     if any(EXPERT.match(module) for module in structure.left):
         _tell(
             "the experts of this mixture are saved in floating point. baracuda.load and vLLM read them; transformers "
-            "without baracuda looks for packed experts only, from 5.13 on, and would start with random ones. `baracuda "
-            "quantize` packs experts, which all of these read"
+            "without baracuda looks for packed experts only, from 5.13 on: it starts with random ones, or raises. "
+            "`baracuda quantize` packs experts, which all of these read"
         )
     if mixed:
         _tell(
