@@ -204,8 +204,7 @@ def gemm_direct(
     first = pid // TILE.split
     step = gl.num_programs(0) // TILE.split
     if FORM.early == "prefetch":
-        weight = w_ptr.to(gl.pointer_type(gl.int8), bitcast=True)
-        prefetch_rows(weight, first * ROWS, shape.n, chunk * TILE.k, W * CHUNKS * TILE.k, shape.k // 2, ROWS)
+        prefetch_rows(w_ptr, first * ROWS, shape.n, chunk * TILE.k, W * CHUNKS * TILE.k, shape.k // 2, ROWS)
         wait_for_previous_kernel()
     held = appended((), load_tile(w_ptr, factor_ptr, first, chunk, sizes, TILE, MMA, GROUPED))
     for ahead in gl.static_range(1, AHEAD):

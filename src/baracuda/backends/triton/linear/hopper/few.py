@@ -114,9 +114,10 @@ def prefetch_rows(w_ptr, row, rows, begin, size, LINE, COUNT: gl.constexpr):
     thread = gl.arange(0, PIECES * COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     at = gl.minimum(row + thread % COUNT, rows - 1)
     start = gl.minimum(begin + thread // COUNT * each, LINE - each)
+    WIDE: gl.constexpr = w_ptr.dtype.element_ty.primitive_bitwidth // 8  # bytes of what the pointer counts
     gl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
-        [w_ptr + at.to(gl.int64) * LINE + start, each], dtype=gl.int32, is_pure=False, pack=1,
+        [w_ptr + (at.to(gl.int64) * LINE + start) // WIDE, each], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
