@@ -44,11 +44,19 @@ def test_help_imports_neither_torch_nor_baracuda(arguments: list[str]) -> None:
     assert done.returncode == 0 and done.stdout, done.stderr
 
 
-def test_help_takes_less_than_half_a_second() -> None:
-    """In CPU time, the best of several: a busy machine only ever adds to it."""
-    code = "import time; from baracuda_cli import app; app(standalone_mode=False); print(time.process_time())"
-    seconds = [float(fresh(code, "quantize", "--help").stdout.split()[-1]) for _ in range(3)]
-    assert min(seconds) < 0.5, seconds
+def test_help_takes_little_more_than_an_empty_command_of_typer() -> None:
+    """In CPU time, in turns, the best of several: a multiple holds on slow machines too."""
+    ours = "import time; from baracuda_cli import app; app(standalone_mode=False); print(time.process_time())"
+    empty = (
+        "import time, rich.progress, typer; app = typer.Typer(); app.command('quantize')(lambda: None); "
+        "app.callback()(lambda: None); app(standalone_mode=False); print(time.process_time())"
+    )
+
+    def seconds(code: str) -> float:
+        return float(fresh(code, "quantize", "--help").stdout.split()[-1])
+
+    pairs = [(seconds(ours), seconds(empty)) for _ in range(3)]
+    assert min(own for own, _ in pairs) < 3 * min(least for _, least in pairs), pairs
 
 
 def test_the_shell_completes_commands_and_schemes_without_torch() -> None:
