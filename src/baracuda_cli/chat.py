@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from .terminal import MODEL, Json, Output, Quiet, console, errors_told, shown, stderr
+from .terminal import MODEL, Dtype, Json, Output, Quiet, console, dtype_named, errors_told, shown, stderr
 
 if TYPE_CHECKING:
     from baracuda.flow.hf.chat import Conversation, Reply
@@ -27,9 +27,7 @@ def chat(
     device: Annotated[
         str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; a GPU where there is one.")
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="The type of what is not quantized, such as float32; the checkpoint's own.")
-    ] = None,
+    dtype: Dtype = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -56,14 +54,10 @@ def _open(checkpoint: str, device: str | None, dtype: str | None) -> Conversatio
     with stderr.status(f"loading {escape(checkpoint)}"):
         import torch
 
-        from baracuda import InvalidProblem
         from baracuda.flow.hf.chat import Conversation
 
-        chosen = None if dtype is None else getattr(torch, dtype, None)
-        if dtype is not None and not isinstance(chosen, torch.dtype):
-            raise InvalidProblem(f"--dtype: expected float32, bfloat16 or float16, got {dtype}")
         where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        return Conversation(checkpoint, device=where, dtype=chosen)
+        return Conversation(checkpoint, device=where, dtype=dtype_named(dtype))
 
 
 def _read() -> str | None:

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from .terminal import MODEL, Device, Json, Output, Quiet, bars, errors_told, stderr
+from .terminal import MODEL, Device, Dtype, Json, Output, Quiet, bars, dtype_named, errors_told, stderr
 
 
 def evaluate(
@@ -40,6 +40,7 @@ def bench(
     model_dir: Annotated[str, typer.Argument(help=MODEL)],
     quantized_dir: Annotated[str | None, typer.Argument(help="The quantized checkpoint to put beside it.")] = None,
     device: Device = "cpu",
+    dtype: Dtype = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt that is prefilled.")] = 512,
     tokens: Annotated[int, typer.Option(min=8, help="Tokens to generate.")] = 32,
@@ -49,21 +50,23 @@ def bench(
     """Measure tokens a second of prefill and decode, and memory, on this machine; two models in turns in one run."""
     output = Output(json=json, quiet=quiet)
     with errors_told(), stderr.status("") as status:
-        from baracuda.flow.run.speed import compare_speed
+        from baracuda.flow.run.speed import advice, compare_speed
 
         say = lambda what: status.update(escape(what))  # noqa: E731
-        rows = compare_speed(
-            model_dir, quantized_dir, device=device, batch=batch, length=length, tokens=tokens, progress=say
-        )
-    table = Table("model", "memory", "prefill", "decode", *(["decode, compiled"] if rows[0].compiled else []))
+        sizes = {"batch": batch, "length": length, "tokens": tokens}
+        rows = compare_speed(model_dir, quantized_dir, device=device, dtype=dtype_named(dtype), progress=say, **sizes)
+        told = advice(rows, device)
+    table = Table("model", "type", "memory", "prefill", "decode", *(["decode, compiled"] if rows[0].compiled else []))
     first = rows[0]
     for row in rows:
-        cells = [f"{row.memory / 2**20:.0f} MiB ({row.memory / first.memory:.2f}x)"]
+        cells = [row.dtype, f"{row.memory / 2**20:.0f} MiB ({row.memory / first.memory:.2f}x)"]
         for name in ("prefill", "decode", "compiled"):
             if (value := getattr(row, name)) is not None:
                 cells.append(f"{value:.1f} tokens/s ({value / getattr(first, name):.2f}x)")
         table.add_row(escape(row.name), *cells)
     output.show(table)
+    if told is not None:
+        output.show(f"note: {told}")
     output.data([asdict(row) for row in rows])
 
 

@@ -79,6 +79,9 @@ stderr = PrintableConsole(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 Device = Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, ...")]
+Dtype = Annotated[
+    str | None, typer.Option(help="The type of what is not quantized, such as float32; the checkpoint's own.")
+]
 #: How the help says what a model argument may be. Such an argument is a string: a Path would lose that it is an id.
 MODEL = "A model directory with safetensors, or the id of a model on the Hugging Face Hub."
 
@@ -168,6 +171,18 @@ def device_named(name: str | None) -> torch.device:
 
     with errors_told():
         return resolve_device(name)
+
+
+def dtype_named(name: str | None) -> torch.dtype | None:
+    """The type of an option; None, for the checkpoint's own, where none was named."""
+    import torch
+
+    from baracuda import InvalidProblem
+
+    found = None if name is None else getattr(torch, name, None)
+    if name is not None and not isinstance(found, torch.dtype):
+        raise InvalidProblem(f"--dtype: expected float32, bfloat16 or float16, got {name}")
+    return found
 
 
 def given(context: typer.Context, option: str) -> bool:

@@ -13,11 +13,10 @@ class Command(TyperCommand):
     stray: ClassVar[str] = ""
 
     def parse_args(self, context: Any, arguments: list[str]) -> list[str]:
-        context.allow_extra_args = True
-        rest = super().parse_args(context, arguments)
-        if rest and not context.resilient_parsing:
+        # Before an option that is missing: the stray word is often its value.
+        if not context.resilient_parsing and (rest := self.make_parser(context).parse_args(list(arguments))[1]):
             context.fail(self.stray.format(word=rest[0]))
-        return rest
+        return super().parse_args(context, arguments)
 
 
 class QuantizeCommand(Command):
@@ -40,4 +39,4 @@ class VerifyCommand(Command):
 
 
 class EvalCommand(Command):
-    stray = "expected one model; its float model goes behind --against, a text behind --text: {word} has no place"
+    stray = "expected one model; a text goes behind --text, its float model behind --against: {word} has no place"

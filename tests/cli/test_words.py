@@ -22,7 +22,12 @@ def said(*arguments: str) -> str:
 def test_a_second_directory_is_sent_behind_its_option() -> None:
     assert "the result goes behind -o: baracuda quantize MODEL -o OUT" in said("quantize", "MODEL_DIR", "OUT")
     assert "baracuda verify OUT --against MODEL_DIR" in said("verify", "OUT", "MODEL_DIR")
-    assert "a text behind --text" in said("eval", "OUT", "texts.txt", "--text", "texts.txt")
+    assert "a text goes behind --text" in said("eval", "OUT", "texts.txt")
+    assert "a text goes behind --text" in said("eval", "OUT", "texts.txt", "--text", "texts.txt")
+
+
+def test_a_device_that_torch_does_not_know_is_answered_with_those_to_choose_from() -> None:
+    assert said("info", "--device", "gpu").endswith("device: expected 'cpu', 'cuda' or 'cuda:N', got 'gpu'")
 
 
 COMMANDS = {

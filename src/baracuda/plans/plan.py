@@ -307,8 +307,8 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     """A device as tensors report it: a CUDA device always has its index."""
     try:
         resolved = torch.get_default_device() if device is None else torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise InvalidProblem(f"device: expected one torch knows, got {device!r}: {error}") from None
+    except (RuntimeError, TypeError):
+        raise InvalidProblem(f"device: expected 'cpu', 'cuda' or 'cuda:N', got {device!r}") from None
     if resolved.type != "cuda":
         return torch.device(resolved.type)  # the index of another device has no meaning
     if not torch.cuda.is_available():

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from baracuda import BaracudaError
 from baracuda.flow import FlowError, quantize_checkpoint
-from baracuda.flow.run.speed import compare_speed
+from baracuda.flow.run import speed
+from baracuda.flow.run.speed import advice, compare_speed
 from baracuda_cli import app
 
 pytest.importorskip("transformers")
@@ -39,6 +40,23 @@ def test_the_command_draws_ratios_to_the_original(directories: tuple[Path, Path]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
     assert "tokens/s (1.00x)" in result.output and "small" in result.output and "MiB (0." in result.output
+
+
+def test_a_cpu_that_emulates_bf16_is_told_of_and_float32_is_measured_where_asked(
+    directories: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["bench", str(directories[1]), "--length", "8", "--tokens", "8", "--dtype"]
+    monkeypatch.setattr(speed, "multiplies_bf16", lambda: False)
+    told = CliRunner().invoke(app, [*arguments, "bfloat16"], env={"COLUMNS": "160"}).output
+    assert "no instructions for products of bfloat16" in told and "--dtype float32" in told
+    rows = CliRunner().invoke(app, [*arguments, "float32"], env={"COLUMNS": "160"}).output
+    assert "float32" in rows and "note:" not in rows
+    refused = CliRunner().invoke(app, [*arguments, "f32"])
+    assert refused.exit_code == 2 and "--dtype: expected float32, bfloat16 or float16, got f32" in refused.output
+    row = speed.Speed("model", "bfloat16", 1, 1.0, 1.0, None)
+    assert advice([row], "cpu")
+    monkeypatch.setattr(speed, "multiplies_bf16", lambda: True)
+    assert advice([row], "cpu") is None
 
 
 def test_what_cannot_be_measured_is_said(directories: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from ...core.host import multiplies_bf16
 from ...plans.plan import resolve_device
-from ..checkpoint.directory import read_json
 from ..errors import FlowError
 from ..hf import measure
-from ..hf.forward import float_model, generates
+from ..hf.forward import any_model, generates
 from ..hf.generation import plain_generation
 from ..hf.hub import model_directory
-from ..hf.load import load
 from ..hf.skeleton import require_transformers
 
 
@@ -26,6 +25,8 @@ class Speed:
     """One model's figures, all of one run."""
 
     name: str
+    dtype: str
+    """The type of what is not quantized."""
     memory: int
     """Bytes of parameters and buffers."""
     prefill: float
@@ -41,6 +42,7 @@ def compare_speed(
     quantized: str | Path | None = None,
     *,
     device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
     batch: int = 1,
     length: int = 512,
     tokens: int = 32,
@@ -55,7 +57,7 @@ def compare_speed(
         last = Path(given).name  # of an id, not of its snapshot in the cache
         name = last if last not in contestants else str(given)
         progress(f"loading {given}")
-        contestants[name] = _opened(directory, device)
+        contestants[name] = _opened(directory, device, dtype)
     with ExitStack() as stack:
         for each in contestants.values():
             stack.enter_context(plain_generation(each))
@@ -70,6 +72,7 @@ def compare_speed(
     return [
         Speed(
             name,
+            str(each.dtype).removeprefix("torch."),
             measure.memory(each),
             batch * length / prefill[name],
             batch / decode[name],
@@ -79,11 +82,19 @@ def compare_speed(
     ]
 
 
-def _opened(directory: Path, device: torch.device) -> Any:
-    if "quantization_config" in read_json(directory / "config.json"):
-        model = load(directory, device=device)
-    else:
-        model = float_model(directory, device)
+def advice(rows: list[Speed], device: torch.device | str) -> str | None:
+    """What would make the models faster on this machine: another type around the integers."""
+    slow = sorted({row.dtype for row in rows} & {"bfloat16", "float16"})
+    if not slow or resolve_device(device).type != "cpu" or multiplies_bf16():
+        return None
+    return (
+        f"this CPU has no instructions for products of {' or '.join(slow)}, and torch emulates them: "
+        "--dtype float32 (dtype=torch.float32 of baracuda.load) is faster"
+    )
+
+
+def _opened(directory: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
+    model = any_model(directory, device, dtype)
     if not generates(model):
         raise FlowError(f"{directory}: {type(model).__name__} does not generate text, which is what is measured")
     return model
