@@ -12,7 +12,7 @@ demo: .venv/demo  ## a first minute: a small model is trained, quantized four wa
 info: .venv/demo  ## what runs on this machine
 	$(BIN)/baracuda info
 
-test: lint types pytest interpreter  ## everything a change must pass
+test: lint types pytest interpreter docs  ## everything a change must pass
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -21,8 +21,8 @@ lint: .venv/installed
 types: .venv/installed
 	$(BIN)/mypy
 
-pytest: .venv/installed
-	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
+pytest: .venv/installed  ## all tests but those of the site, which `make docs` runs, and those that need time or a GPU
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu" --ignore tests/docs
 
 slow: .venv/installed  ## the sweeps that take minutes: all 2**32 f32 inputs, more than 2**31 elements
 	$(BIN)/python -m pytest -m slow --slow tests/backends/cpu/test_sweeps.py tests/contract
@@ -88,8 +88,9 @@ build: .venv/installed
 	$(BIN)/pip install --quiet -c constraints.txt '.[flow]'
 	touch $@
 
-.venv/installed: .venv/requirements $(SOURCES)
-	$(BIN)/pip install --quiet -c constraints.txt '.[test,lint,docs]'
+# The package is there, compiled; pip adds what its extras name.
+.venv/installed: .venv/demo
+	$(BIN)/pip install --quiet -c constraints.txt 'baracuda[test,lint,docs]'
 	touch $@
 
 
