@@ -12,6 +12,11 @@ from hypothesis import HealthCheck, settings
 # Workers of xdist share the cores; a thread pool in each of them only adds waiting.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    from quick_interpreter import make_quick
+
+    make_quick()
+
 settings.register_profile(
     "ci", derandomize=True, database=None, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
 )
