@@ -56,10 +56,10 @@ def bench(
         sizes = {"batch": batch, "length": length, "tokens": tokens}
         rows = compare_speed(model_dir, quantized_dir, device=device, dtype=dtype_named(dtype), progress=say, **sizes)
         told = advice(rows, device)
-    table = Table("model", "type", "memory", "prefill", "decode", *(["decode, compiled"] if rows[0].compiled else []))
+    table = Table("model", "memory", "prefill", "decode", *(["decode, compiled"] if rows[0].compiled else []))
     first = rows[0]
     for row in rows:
-        cells = [row.dtype, f"{row.memory / 2**20:.0f} MiB ({row.memory / first.memory:.2f}x)"]
+        cells = [f"{row.memory / 2**20:.0f} MiB ({row.memory / first.memory:.2f}x)"]
         for name in ("prefill", "decode", "compiled"):
             if (value := getattr(row, name)) is not None:
                 cells.append(f"{value:.1f} tokens/s ({value / getattr(first, name):.2f}x)")
