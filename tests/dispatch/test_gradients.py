@@ -49,12 +49,16 @@ def whole(value: Tensor, scope: Scope) -> Tensor:
 
 
 def composed(x: Tensor, scale: Tensor, zero_point: Tensor, scope: Scope, low: int, high: int) -> Tensor:
-    """Fake-quantization from torch's own differentiable pieces: round passes the gradient, clamp stops it."""
+    """Fake-quantization from torch's own differentiable pieces: round passes the gradient, beyond the limits it stops.
+
+    At a limit it passes, as with torch.fake_quantize; that of torch.clamp depends on torch's version.
+    """
     s, zp = whole(scale, scope), whole(zero_point, scope)
     rounded_zp = zp + (zp.round() - zp).detach()
     ratio = x / s
-    t = ratio + (ratio.round() - ratio).detach()
-    return ((t + rounded_zp).clamp(low, high) - rounded_zp) * s
+    t = ratio + (ratio.round() - ratio).detach() + rounded_zp
+    kept = torch.where((t >= low) & (t <= high), t, t.detach().clamp(low, high))
+    return (kept - rounded_zp) * s
 
 
 @pytest.mark.parametrize("element", FLOATS, ids=str)

@@ -91,6 +91,7 @@ def test_a_learned_zero_point_outside_of_a_batch_has_its_gradient() -> None:
     assert torch.allclose(grad(each)(zero_point), grad(whole)(zero_point), rtol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")  # torch 2.15's own
 def test_forward_mode_is_refused_with_the_way_that_is_there() -> None:
     x = batch()
     with pytest.raises(baracuda.Unsupported, match=r"use reverse mode, such as torch\.func\.vjp"):
