@@ -332,16 +332,20 @@ def test_sums_beyond_int32_are_exact_or_declined(
     kind: ElementKind, mode: DynamicRangeMode, backend: BackendKind | None
 ) -> None:
     k = 140_000  # 255 * 128 * 140000 > 2**31
-    value = kind.q_min if kind is S8 else kind.q_max
+    value, zero_point = kind.q_min if kind is S8 else kind.q_max, int(mode is ASYMMETRIC)
+    act, weight = torch.full((1, k), value, dtype=kind.dtype), torch.full((1, k), -128, dtype=torch.int8)
+    # One odd product makes the sum odd, which no float of fewer bits holds.
+    act[0, 0], weight[0, 0] = 2 * (value // 2) - 1 + zero_point if kind is U8 else -127, -127
     operands = {
-        "act_q": torch.full((1, k), value, dtype=kind.dtype),
+        "act_q": act,
         "act_scale": 1.0,
-        "act_zero_point": 1 if mode is ASYMMETRIC else None,
-        "weight_q": torch.full((1, k), -128, dtype=torch.int8),
+        "act_zero_point": 1 if zero_point else None,
+        "weight_q": weight,
         "weight_scale": 1.0,
     }
     out = compute(QuantizeKind.SMOOTHQUANT_LINEAR, (1, 1, k), F64, kind, mode=mode, backend=backend, operands=operands)
-    assert out["output"].item() == (value - (mode is ASYMMETRIC)) * -128 * k
+    total = (value - zero_point) * -128 * (k - 1) + (int(act[0, 0]) - zero_point) * -127
+    assert total % 2 and out["output"].item() == total
 
 
 @both_backends

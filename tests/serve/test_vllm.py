@@ -31,11 +31,6 @@ INT8, INT4, W4A8 = OURS = ("BaracudaInt8LinearKernel", "BaracudaInt4LinearKernel
 FOUR_BITS = {"w4a16": [INT4] * 4, "w4a8": [W4A8] * 4, "recipe": [INT8, INT4, INT4, W4A8]}
 #: A mixture has none of the recipe's layers but those of attention.
 SERVED = [(n, s) for n in ("llama", "qwen3", "mixtral") for s in serving.SCHEMES if (n, s) != ("mixtral", "recipe")]
-#: In float32. What is static or weight-only differs by the order of sums alone; so does what is dynamic, as long as no
-#: activation lies so near to the middle of two integers that a last bit decides.
-TOLERANCE = 2e-5
-#: vLLM's own 4-bit kernel for CPUs has no float32.
-BF16_TOLERANCE = 0.05
 
 
 @pytest.fixture(scope="session")
@@ -83,15 +78,13 @@ def test_vllms_own_kernels_give_what_baracuda_load_gives(
 ) -> None:
     monkeypatch.setenv("VLLM_DISABLED_KERNELS", ",".join(OURS))
     out = serving.checkpoint(name, scheme, checkpoints, experts=name != "mixtral")
-    dtype = torch.bfloat16 if scheme in FOUR_BITS else torch.float32
+    dtype = torch.bfloat16 if scheme in FOUR_BITS else torch.float32  # vLLM's 4-bit kernel for CPUs has no float32
     with serving.served(out, dtype=dtype) as llm:
         assert not {kernel_of(layer) for layer in linears(llm)} & set(OURS)
         given = serving.answers(llm)
     # vLLM's own kernels for 4-bit weights leave the activations of w4a8 in floating point.
     same = serving.with_float_activations(out) if scheme in ("w4a8", "recipe") else out
-    found = serving.distance(same, given, dtype)
-    print(f"{name} {scheme}: log-probabilities at most {found:.1e} apart in {dtype}")
-    assert found < (BF16_TOLERANCE if scheme in FOUR_BITS else TOLERANCE)
+    serving.assert_near(same, given, dtype)
 
 
 @pytest.mark.parametrize("scheme", serving.SCHEMES)
@@ -104,7 +97,7 @@ def test_the_plug_in_serves_the_same_tokens_through_our_kernels(
         given = serving.answers(llm)
     assert kernels == FOUR_BITS.get(scheme, [INT8] * 4) * 2
     assert any("run in baracuda on cpu" in line for line in selected), selected
-    assert serving.distance(out, given) < TOLERANCE
+    serving.assert_near(out, given)
 
 
 def test_the_plug_in_serves_a_compiled_model(checkpoints: Path) -> None:
@@ -113,7 +106,7 @@ def test_the_plug_in_serves_a_compiled_model(checkpoints: Path) -> None:
     with serving.served(out, enforce_eager=False, compilation_config={"mode": 3, "backend": "eager"}) as llm:
         assert {kernel_of(layer) for layer in linears(llm)} == {INT8}
         given = serving.answers(llm)
-    assert serving.distance(out, given) < TOLERANCE
+    serving.assert_near(out, given)
 
 
 @pytest.mark.parametrize(("value", "first"), [(None, (INT8, W4A8)), ("w4a16", (None, INT4)), ("0", (None, None))])
@@ -158,7 +151,7 @@ def test_vllm_computes_a_head_that_was_untied_and_quantized(
         *_, head = linears(llm)
         assert type(head).__name__ == "ParallelLMHead" and (kernel_of(head) == INT8) is ours
         given = serving.answers(llm)
-    assert serving.distance(out, given, dtype) < (BF16_TOLERANCE if dtype is torch.bfloat16 else TOLERANCE)
+    serving.assert_near(out, given, dtype)
 
 
 @pytest.mark.parametrize("made", ["loaded", "quantized", "trained"])
@@ -177,7 +170,7 @@ def test_vllm_serves_what_save_pretrained_wrote_of_a_live_model(made: str, check
     assert verify(out, checkpoints / "llama") == []
     with serving.served(out) as llm:
         given = serving.answers(llm)
-    assert serving.distance(out, given) < TOLERANCE
+    serving.assert_near(out, given)
 
 
 def linears(llm: Any) -> list[Any]:
@@ -199,7 +192,7 @@ def test_vllm_serves_four_bit_experts(scheme: str, checkpoints: Path, monkeypatc
     out = serving.checkpoint("mixtral", scheme, checkpoints)
     with serving.served(out, dtype=torch.bfloat16) as llm:
         given = serving.answers(llm)
-    assert serving.distance(serving.with_float_activations(out), given, torch.bfloat16) < BF16_TOLERANCE
+    serving.assert_near(serving.with_float_activations(out), given, torch.bfloat16)
 
 
 class Loaded(Exception):
