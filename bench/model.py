@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from baracuda.core.host import multiplies_bf16
 from baracuda.flow.hf import measure
 
 from . import _busy, _llama_cpp
@@ -57,11 +56,7 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="what llama.cpp runs, instead of SmolLM2-135M")
     parser.add_argument("--busy", action="store_true", help="also the linears beside two busy processes; on the CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument(
-        "--around",
-        choices=("bf16", "f32"),
-        help="the floats around quantized linears; f32 on a CPU without instructions for bf16, else bf16",
-    )
+    parser.add_argument("--around", choices=("bf16", "f32"), default="bf16", help="the floats around quantized linears")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
     parser.add_argument(
         "--no-merge", action="store_true", help="siblings (q, k, v; gate, up) stay apart, norms unfused"
@@ -84,8 +79,7 @@ class Run:
             default = Shapes(2, 64, 96, 4, 2, 160)
         self.shapes = Shapes(**{name: value or getattr(default, name) for name, value in given.items()})
         self.is_default = self.shapes == default and not options.quick
-        around = options.around or ("bf16" if self.on_gpu or multiplies_bf16() else "f32")
-        self.around = torch.bfloat16 if around == "bf16" else torch.float32
+        self.around = torch.bfloat16 if options.around == "bf16" else torch.float32
         self.decoders = Decoders(self.shapes, options.model, self.device, self.around)
         self.models: dict[str, Any] = {}
         self.baseline = "bf16" if self.on_gpu else "f32"
