@@ -12,11 +12,13 @@ import torch
 
 from ...core.host import multiplies_bf16
 from ...plans.plan import resolve_device
+from ..checkpoint.directory import read_json
 from ..errors import FlowError
 from ..hf import measure
-from ..hf.forward import any_model, generates
+from ..hf.forward import float_model, generates
 from ..hf.generation import plain_generation
 from ..hf.hub import model_directory
+from ..hf.load import load
 from ..hf.skeleton import require_transformers
 
 
@@ -94,7 +96,11 @@ def advice(rows: list[Speed], device: torch.device | str) -> str | None:
 
 
 def _opened(directory: Path, device: torch.device, dtype: torch.dtype | None) -> Any:
-    model = any_model(directory, device, dtype)
+    if "quantization_config" in read_json(directory / "config.json"):
+        model = load(directory, device=device, dtype=dtype)
+    else:
+        model = float_model(directory, device)
+        model = model if dtype is None else model.to(dtype)
     if not generates(model):
         raise FlowError(f"{directory}: {type(model).__name__} does not generate text, which is what is measured")
     return model
