@@ -12,6 +12,7 @@ from fake_cuda import build
 from launched import Launched, assert_reference_bits
 
 from baracuda import Activation, ElementKind, PerToken, QuantizeKind
+from baracuda.backends.triton.linear import support
 from baracuda.core.problem import Problem
 from cases import floats
 
@@ -29,6 +30,7 @@ GIVEN, MADE = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LINEAR
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     fake = build(tmp_path_factory)
     fake.set(0, 0, 0)
+    monkeypatch.setattr(support, "TAKES_DIRECT", True)
     return Launched(fake, monkeypatch, PROCESSORS)
 
 
