@@ -20,9 +20,6 @@ struct Sums {
     Sums from(int64_t token) const { return {of(token), width}; }
 };
 
-// K up to which (a - zero point) * w cannot leave 32 bits, whatever the data.
-constexpr int64_t NARROW_K = 65536;
-
 // -- without instructions for it ---------------------------------------------------------------------------------
 
 // The zero point goes into the activations, which are 16-bit here: no sum needs a correction.
@@ -86,7 +83,7 @@ inline void multiply_share(const Epilogue& e, Range r, const Product& product) {
 
 inline bool uses_vectors(const Epilogue& e, const Dot& dot) {
 #if defined(BARACUDA_VNNI)
-    return e.k <= NARROW_K && (!dot.factor || dot.group % LANE_WEIGHTS == 0);
+    return e.k > 0 && e.k <= NARROW_K && (!dot.factor || dot.group % LANE_WEIGHTS == 0);
 #else
     return (void)e, (void)dot, false;
 #endif

@@ -194,11 +194,11 @@ struct Kernels {
 // The widest vector, in bytes, that prepared activations are padded for.
 constexpr int64_t WIDEST = 64;
 
-// Enough for every instruction set: 16-bit activations, or 8-bit ones, rows padded to whole vectors; a sum for each row;
-// the group of each vector lane of 32 weights.
+// Enough for every instruction set: 16-bit activations; or 8-bit ones and a row of ones, rows padded to whole vectors, with
+// the sums of each row and of its groups, and where the groups of a vector are found.
 ALWAYS_INLINE int64_t prepared_bytes(int64_t m, int64_t k) {
     const int64_t row = (k + 2 * WIDEST - 1) / (2 * WIDEST) * (2 * WIDEST);
-    return m * row * 2 + (m * 4 + WIDEST - 1) / WIDEST * WIDEST + row / 32 * 4;
+    return (m + 1) * row * 2 + (m * 4 + WIDEST - 1) / WIDEST * WIDEST;
 }
 
 struct LinearKernels {

@@ -9,9 +9,9 @@ namespace nb = nanobind;
 namespace baracuda {
 namespace {
 
-// Bytes of weights that a thread takes at a time: enough to be worth the taking, few enough to even out the threads. As
-// many parts for each.
-constexpr int64_t PART_BYTES = 48 << 10, LEAST_ROWS = 16;
+// Bytes of weights that a thread takes at a time, as many parts for each. Every part begins new streams of memory, so
+// parts are long, and small weights have one for each thread.
+constexpr int64_t PART_BYTES = 2 << 20, LEAST_ROWS = 16;
 
 int64_t parts_of(int64_t n, int64_t k, int weight, int64_t threads) {
     if (threads == 1) return 1;

@@ -9,6 +9,9 @@ namespace {
 
 constexpr int64_t CHUNK = 2048;  // products of two 8-bit numbers, summed in 32 bits without overflow
 
+// K up to which (a - zero point) * w cannot leave 32 bits, whatever the data.
+constexpr int64_t NARROW_K = 65536;
+
 inline int32_t sum_of(const int8_t* w, int64_t k) {
     int32_t sum = 0;
     for (int64_t i = 0; i < k; ++i) sum += w[i];

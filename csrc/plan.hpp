@@ -9,6 +9,9 @@
 namespace baracuda {
 
 constexpr int64_t STREAM = 8 << 20;  // bytes: a larger output would push out what the cache holds
+// Of 4-bit integers that become floats. What multiplies them next reads each part on another core than the one that wrote
+// it, and finds it sooner in memory than in that core's cache.
+constexpr int64_t STREAM_WEIGHT = 1 << 20;
 constexpr int64_t NEAR = 2 << 20;    // bytes of whole segments that a second pass still finds in a cache
 constexpr int64_t MANY_BLOCKS = 16;  // enough for threads to have whole ones
 
@@ -47,7 +50,8 @@ public:
               asymmetric, include_zero, reciprocal, {repeat, rows, run, inner}, last};
         fused_ = dynamic && in_cache();
         const bool integers = op == QUANTIZE || op == DYNAMIC_QUANTIZE;
-        stream_ = op != CHOOSE_QPARAMS && numel_ * (integers ? 1 : bytes_of(element)) >= STREAM;
+        const int64_t limit = op == DEQUANTIZE && is_packed(quantized) ? STREAM_WEIGHT : STREAM;
+        stream_ = op != CHOOSE_QPARAMS && numel_ * (integers ? 1 : bytes_of(element)) >= limit;
     }
 
     // Bytes: the keys of every segment, where they are too many or too long-lived for a stack; the sums of its blocks.

@@ -50,7 +50,7 @@ inline double row_sum(int64_t n, const Add& add) {
     auto neighbours = [&](double* sums, int64_t used) {
         for (; used > 1; used = (used + 1) / 2) {
             const int64_t pairs = used / 2;
-            for (int64_t i = 0; i < pairs; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+            IVDEP for (int64_t i = 0; i < pairs; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];  // reads lie ahead
             if (used % 2) sums[pairs] = sums[used - 1];
         }
         return sums[0];

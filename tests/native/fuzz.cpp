@@ -9,7 +9,7 @@
 
 #include "isa.hpp"
 #include "job.hpp"
-#include "pool.hpp"
+#include "threads.hpp"
 
 using namespace baracuda;
 
@@ -194,7 +194,7 @@ void linear(const std::vector<Isa>& all) {
     const int64_t k = group ? group * upto(40) : upto(9) ? upto(5000) : 65530 + upto(10);
     Buffer act(m * k), weight(n * (packs ? packed(k) : k)), scale(n * 4), sums(n * 4), acc(m * n * 4), unpacked(n * k);
     Buffer first(m * n * size), out(m * n * size), factor(group ? n * (k / group) : 0), prepared(prepared_bytes(m, k));
-    for (int64_t i = 0; i < factor.size; ++i) factor.data[i] = char(1 + upto(14));
+    for (int64_t i = 0; i < factor.size; ++i) factor.data[i] = char(1 + upto(14) + 16 * upto(15));  // the low four bits count
     Epilogue e{};
     e.m = m, e.n = n, e.k = k, e.element = int(element);
     e.activation = int(upto(ACTIVATION_COUNT - 1));
@@ -328,10 +328,10 @@ void production(const std::vector<Isa>& all) {
     }
 }
 
-// What GPTQ does to the columns of a weight, and the descent behind it.
+// What GPTQ does to the columns of a weight.
 void columns(const std::vector<Isa>& all) {
     Columns c{};
-    c.count = upto(40), c.rows = upto(140), c.pitch = c.count + upto(3), c.descends = upto(1), c.low = -8, c.high = 7;
+    c.count = upto(40), c.rows = upto(140), c.pitch = c.count + upto(3), c.low = -8, c.high = 7;
     const int64_t groups = 1 + upto(3), n = c.count * c.rows;
     auto floats = [&](int64_t count) {
         std::vector<float> made(count);
@@ -342,8 +342,7 @@ void columns(const std::vector<Isa>& all) {
     const std::vector<float> factor = floats(c.count ? (c.count - 1) * c.pitch + c.count : 0);
     std::vector<int64_t> group_of(c.count);
     for (int64_t& group : group_of) group = upto(groups - 1);
-    c.values = values.data(), c.factor = factor.data(), c.scale = scale.data();
-    c.groups = upto(1) ? group_of.data() : nullptr;
+    c.values = values.data(), c.factor = factor.data(), c.scale = scale.data(), c.groups = group_of.data();
     std::vector<float> first, handed;
     for (size_t i = 0; i < all.size(); ++i) {
         std::vector<float> integers = before, passed(n);
