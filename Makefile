@@ -121,7 +121,7 @@ mutate-checkpoints: .venv/installed  ## change single bytes of checkpoints of ea
 	PYTHONPATH=tests/support $(BIN)/python tools/mutate_checkpoints.py --changes $(CHANGES) --seed $(SEED)
 
 aarch64:  ## the same sources for another architecture, where a cross compiler is installed
-	for source in kernels linears pool; do aarch64-linux-gnu-g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math \
+	for source in kernels linears threads; do aarch64-linux-gnu-g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math \
 	  -DBARACUDA_TABLE=table_native -DBARACUDA_ISA='"native"' -Icsrc -c csrc/$$source.cpp -o /dev/null || exit 1; done
 
 clean:

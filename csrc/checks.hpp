@@ -4,7 +4,7 @@
 #include <string>
 
 #include "job.hpp"
-#include "pool.hpp"
+#include "threads.hpp"
 
 namespace baracuda {
 

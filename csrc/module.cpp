@@ -60,6 +60,8 @@ NB_MODULE(_cpu, m) {
     m.def("isa", [] { return std::string(isa->name); }, "The instruction set in use.");
     m.def("isas", &isas, "The instruction sets of this machine, least first.");
     m.def("use_isa", &use_isa, nb::arg("name"), "Use another instruction set from now on.");
+    threads_in_use();  // looks for them now: before a fork
+    m.def("threads", &threads_in_use, "Whose threads the kernels share their work among.");
     m.def("has_exact_int8_dot", &has_exact_int8_dot);
     bind_plan(m);
     bind_linear(m);

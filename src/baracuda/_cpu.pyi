@@ -9,6 +9,9 @@ def isas() -> list[str]:
 def use_isa(name: str) -> None:
     """Use another instruction set from now on."""
 
+def threads() -> str:
+    """Whose threads the kernels share their work among."""
+
 def has_exact_int8_dot() -> bool:
     """Whether the processor sums 8-bit products in 32 bits at once."""
 

@@ -55,12 +55,14 @@ def _record(cell: Cell) -> dict[str, Any]:
 def _machine(device: torch.device) -> dict[str, str]:
     import torch
 
+    from baracuda.backends.cpu import threads_in_use
+
     versions = [f"{name} {version_of(name)}" for name in ("torch", "triton", "numpy")]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"
     return {
         "baracuda": f"{version_of('baracuda')}, python {platform.python_version()}, {', '.join(versions)}",
-        "machine": f"{platform.system()} {platform.machine()}, {threads}",
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "threads": f"{torch.get_num_threads()}; the CPU kernels use {threads_in_use()}",
         "device": f"{device} ({name})",
     }
 

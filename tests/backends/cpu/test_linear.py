@@ -108,15 +108,37 @@ def test_calls_from_many_threads_at_once_do_not_disturb_each_other() -> None:
     assert not failures
 
 
+@pytest.mark.skipif("OpenMP" not in torch.__config__.parallel_info(), reason="this torch has no OpenMP threads")
+def test_the_kernels_use_the_threads_of_torch_and_start_none() -> None:
+    code = """
+import os, torch, baracuda
+from baracuda.backends.cpu import threads_in_use
+torch.set_num_threads(3)
+x, w = torch.ones(2, 300), torch.ones(700, 300, dtype=torch.int8)
+torch.ones(1 << 20).neg()
+before = len(os.listdir("/proc/self/task"))
+for rows in (1, 2, 8, 100):
+    baracuda.quantized_linear(torch.ones(rows, 300), w, 1.0)
+baracuda.quantize(torch.ones(1 << 20), 0.5)
+torch.ones(1 << 20).neg()
+assert threads_in_use() == "torch's OpenMP threads", threads_in_use()
+assert len(os.listdir("/proc/self/task")) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_the_child_of_a_fork_computes_too() -> None:
     code = """
 import os, torch, baracuda
+from baracuda.backends.cpu import threads_in_use
+torch.set_num_threads(2)
 x, w = torch.ones(2, 300), torch.ones(700, 300, dtype=torch.int8)
 expected = baracuda.quantized_linear(x, w, 1.0)
 child = os.fork()
-if child == 0:
-    os._exit(0 if torch.equal(baracuda.quantized_linear(x, w, 1.0), expected) else 1)
+if child == 0:  # it has none of its parent's threads
+    same = torch.equal(baracuda.quantized_linear(x, w, 1.0), expected)
+    os._exit(0 if same and threads_in_use() == "threads started for each call" else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert torch.equal(baracuda.quantized_linear(x, w, 1.0), expected)
 """

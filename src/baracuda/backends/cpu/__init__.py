@@ -25,6 +25,11 @@ def _declines(problem: Problem, device: torch.device) -> str | None:
     return MISSING or (None if device.type == "cpu" else f"runs on the CPU, not on {device.type}")
 
 
+def threads_in_use() -> str:
+    """Whose threads the kernels share their work among."""
+    return "none: not built" if MISSING else _cpu.threads()
+
+
 def _arch(device: torch.device) -> str:
     return "not built" if MISSING else _cpu.isa()
 
