@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from baracuda.flow.checkpoint.tensorfile import write_tensors
+from baracuda.flow.hf.packed import PackedLinear
 from baracuda.flow.hf.skeleton import quiet
 
 VOCABULARY = 160
@@ -66,6 +67,21 @@ def build(name: str, dtype: torch.dtype = torch.float32, **settings: Any) -> nn.
             elif parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     return model.to(dtype).eval()
+
+
+def pack(model: nn.Module) -> None:
+    """Replace all linears but the head by weight-only ones, which hold random 4-bit weights in groups, in place."""
+    torch.manual_seed(1)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            made = PackedLinear(
+                module.in_features, module.out_features, module.bias is not None, 16, dtype=module.weight.dtype
+            )
+            made.weight_packed.random_(-(2**31), 2**31)
+            made.weight_scale.uniform_(0.005, 0.02)
+            made.bias = module.bias
+            made.make_ready(name)
+            model.set_submodule(name, made)
 
 
 def save(

@@ -1,8 +1,8 @@
-"""Fuse norms and gated MLPs with the quantization of what they make, where one pass proves that linears alone read it.
+"""Make norms and gated MLPs one kernel, which quantizes what it makes where one pass proves that linears alone read it.
 
 The proof: a pass in which a norm hands on something that is no tensor, and only the quantized linears are told what is
-inside. Whatever else would read it raises, and the norm is left as it is. What a module computes is known by its
-result: it is called on numbers of ours and compared with the formula.
+inside. Whatever else would read it raises, and the norm goes on making floats, for which no proof is needed. What a
+module computes is known by its result: it is called on numbers of ours and compared with the formula.
 """
 
 from __future__ import annotations
@@ -20,28 +20,37 @@ from ..core.types import NormStyle
 from ..functional import rms_norm
 from ..nn.fused import FusedMLP, FusedNorm, Reader, same_quantization, why_not_quantized_for
 from ..nn.linear import IntegerLinear
-from ..nn.siblings import siblings_of
+from ..nn.siblings import Sibling, siblings_of
 from .merge import Inputs, PassError, Passes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: Name -> the norm, its style and eps.
+Norms = dict[str, tuple[nn.Module, str, float]]
+#: Name -> the MLP, and the names of its gate, up and down and of the activation.
+MLPs = dict[str, tuple[nn.Module, tuple[str, str, str, str]]]
 _ACTIVATIONS: dict[str, Any] = {"silu": nn.functional.silu, "gelu": nn.functional.gelu, "relu": torch.relu}
 
 
 @dataclass
 class Fusion:
-    """Which modules quantize what they make, and why others do not, by qualified name."""
+    """Which modules became one kernel, and why others did not, by qualified name."""
 
     fused: dict[str, str] = field(default_factory=dict)
-    """Norm or MLP -> what it became, and for which linears."""
+    """Norm or MLP -> what it became: one that quantizes what it makes, or why that stays floats. Their last bits are
+    not torch's."""
     unfused: dict[str, str] = field(default_factory=dict)
     """Norm or MLP -> why it is left as it is."""
 
 
 def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
-    """Replace norms and gated MLPs that feed quantized linears alone by ones that quantize what they make, in place.
+    """Make the norms and gated MLPs of a quantized model one kernel each, in place.
+
+    Those that feed integer linears alone quantize what they make. The others, such as those before weight-only linears,
+    the last norm, and norms of queries and keys, make floats of the type they had.
 
     `inputs` are those of `merge_siblings`, which is to be called first. State and names stay as they are. The sums of a
-    fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit.
+    fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit. A
+    product that leaves in floats stays torch's on the CPU for more than 32 rows, where torch is faster.
     """
     found = Fusion()
     norms = known_norms(model, found.unfused)
@@ -54,30 +63,43 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
         why = "there are no inputs to make a pass with: give `inputs`"
         found.unfused |= dict.fromkeys((*norms, *mlps), why)
         return found
+    if not any(isinstance(module, Sibling) for module in model.modules()):
+        found.unfused |= dict.fromkeys(norms, "no linear of the model is quantized")
+        return found
     try:
         with Passes(model, given) as passes:
-            readers = _readers(passes, norms, found)
-            places = _places(model)
-            for name, (mlp, parts) in mlps.items():
-                _place(model, name, FusedMLP(mlp, *parts))
-            for name, linears in readers.items():
-                norm, style, eps = norms[name]
-                _place(model, name, FusedNorm(norm, style, eps, [places[id(linear)] for linear in linears]))
+            made = _made(passes, norms, mlps, found)
+            for name, module in made.items():
+                _place(model, name, module)
             try:
                 passes.run(list)
             except PassError as error:
-                for name, module in [(name, norms[name][0]) for name in readers] + [
-                    (n, m) for n, (m, _) in mlps.items()
-                ]:
-                    _place(model, name, module)
+                for name, module in made.items():
+                    _place(model, name, module.original)
                     found.unfused[name] = f"a pass of the fused model failed: {error}"
                 return found
     except PassError as error:
         found.unfused |= dict.fromkeys((*norms, *mlps), f"a pass of the model failed: {error}; give other `inputs`")
         return found
-    for name in (*readers, *mlps):
-        found.fused[name] = _described(model.get_submodule(name))
+    found.fused |= {name: _described(module) for name, module in made.items()}
     return found
+
+
+def _made(passes: Passes, norms: Norms, mlps: MLPs, found: Fusion) -> dict[str, FusedNorm | FusedMLP]:
+    """What takes the place of each norm and MLP; into `found`, why a norm is left."""
+    floats: dict[str, str] = {}
+    readers, places = _readers(passes, norms, floats), _places(passes.model)
+    made: dict[str, FusedNorm | FusedMLP] = {}
+    for name, (mlp, parts) in mlps.items():
+        made[name] = FusedMLP(mlp, *parts, why_not_quantized_for(mlp._modules[parts[2]]))
+    for name, (norm, style, eps) in norms.items():
+        if name in readers:
+            made[name] = FusedNorm(norm, style, eps, [places[id(linear)] for linear in readers[name]])
+        elif isinstance(norm, nn.LayerNorm):
+            found.unfused[name] = f"{floats[name]}; torch's LayerNorm of floats is one kernel already"
+        else:
+            made[name] = FusedNorm(norm, style, eps, floats=floats[name])
+    return made
 
 
 def _described(module: nn.Module) -> str:
@@ -102,7 +124,7 @@ def _place(model: nn.Module, name: str, module: nn.Module) -> None:
 # -- norms ---------------------------------------------------------------------------------------------------------
 
 
-def known_norms(model: nn.Module, unknown: dict[str, str]) -> dict[str, tuple[nn.Module, str, float]]:
+def known_norms(model: nn.Module, unknown: dict[str, str]) -> Norms:
     """The norms of a model whose formula is one of ours, with its style and eps; into `unknown`, why others are not."""
     known: dict[Any, str | None] = {}
     norms = {}
@@ -174,10 +196,11 @@ class _Opaque:
         self.shape, self.dtype, self.device = value.shape, value.dtype, value.device
 
 
-def _readers(
-    passes: Passes, norms: dict[str, tuple[nn.Module, str, float]], found: Fusion
-) -> dict[str, list[IntegerLinear]]:
-    """The norms that quantized linears alone read, with those; norms of one kind stand or fall together."""
+def _readers(passes: Passes, norms: Norms, floats: dict[str, str]) -> dict[str, list[IntegerLinear]]:
+    """The norms that integer linears alone read, with those; into `floats`, why another must make floats.
+
+    Norms of one kind stand or fall together.
+    """
     kinds: dict[Any, list[str]] = defaultdict(list)
     for name in norms:
         parent, _, child = name.rpartition(".")
@@ -185,14 +208,14 @@ def _readers(
     readers: dict[str, list[IntegerLinear]] = {}
     for names in kinds.values():
         try:
-            readers |= _pass_opaque(passes, names, norms, found)
+            readers |= _pass_opaque(passes, names, norms, floats)
         except PassError as error:
-            found.unfused |= dict.fromkeys(names, f"more than quantized linears read it: {error}")
+            floats |= dict.fromkeys(names, f"more than quantized linears read it: {error}")
     return readers
 
 
 def _pass_opaque(
-    passes: Passes, names: list[str], norms: dict[str, tuple[nn.Module, str, float]], found: Fusion
+    passes: Passes, names: list[str], norms: Norms, floats: dict[str, str]
 ) -> dict[str, list[IntegerLinear]]:
     read: dict[str, list[IntegerLinear]] = defaultdict(list)
 
@@ -208,7 +231,7 @@ def _pass_opaque(
     def prepare() -> list[Any]:
         read.clear()
         handles = [norms[name][0].register_forward_hook(hide(name)) for name in names]
-        linears = [m for m in passes.model.modules() if isinstance(m, IntegerLinear)]
+        linears = [m for m in passes.model.modules() if isinstance(m, Sibling)]
         return handles + [m.register_forward_pre_hook(reveal) for m in linears]
 
     passes.run(prepare)
@@ -228,7 +251,7 @@ def _pass_opaque(
         if why is None:
             kept[name] = linears
         else:
-            found.unfused[name] = why
+            floats[name] = why
     return kept
 
 
@@ -246,18 +269,18 @@ def _opaque_in(tree: Any) -> Iterator[_Opaque]:
 # -- gated MLPs ----------------------------------------------------------------------------------------------------
 
 
-def _mlps(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, tuple[str, str, str, str]]]:
+def _mlps(model: nn.Module, found: Fusion) -> MLPs:
     """The modules that compute down(act(gate(x)) * up(x)): with the names of those, and the activation's."""
     mlps = {}
     activations: dict[Any, str | None] = {}
     for name, module in _alone(model):
-        linears = [child for child, m in module._modules.items() if isinstance(m, IntegerLinear)]
+        linears = [child for child, m in module._modules.items() if isinstance(m, Sibling)]
         others = [child for child, m in module._modules.items() if m is not None and child not in linears]
         if not name or len(linears) != 3 or len(others) != 1 or isinstance(module, FusedMLP):
             continue
         act = module._modules[others[0]]
         assert act is not None
-        if any(act.parameters()) or any(act.buffers()):
+        if [*act.parameters(), *act.buffers()]:
             continue
         if any(getattr(module, hooks) for hooks in _HOOKS) or "forward" in vars(module) or module._parameters:
             found.unfused[name] = "has hooks, parameters or a forward of its own"
@@ -271,8 +294,6 @@ def _mlps(model: nn.Module, found: Fusion) -> dict[str, tuple[nn.Module, tuple[s
         activation = activations[key]
         if activation is None:
             found.unfused[name] = f"its activation, {act}, is not silu, relu or the exact gelu"
-        elif (why := why_not_quantized_for(module._modules[parts[2]])) is not None:
-            found.unfused[name] = why
         else:
             mlps[name] = (module, (*parts, activation))
     return mlps
@@ -303,9 +324,10 @@ def _parts_of(module: nn.Module, linears: list[str], act: nn.Module) -> tuple[st
 def _computes(module: nn.Module, act: nn.Module, gate: Any, up: Any, down: Any) -> bool:
     if gate.in_features != up.in_features or gate.out_features != up.out_features:
         return False
-    if down.in_features != gate.out_features or gate.weight.is_meta:
+    stored = next(gate.buffers(), None)
+    if down.in_features != gate.out_features or stored is None or stored.is_meta:
         return False
-    device, training = gate.weight.device, module.training
+    device, training = stored.device, module.training
     x = torch.randn(3, gate.in_features, generator=torch.Generator().manual_seed(0)).to(device)
     try:
         with torch.no_grad():

@@ -42,7 +42,8 @@ class Report:
     apart: dict[str, str] = field(default_factory=dict)
     """Why a quantized linear is computed by itself, where merging was asked for."""
     fused: dict[str, str] = field(default_factory=dict)
-    """Norms and MLPs that quantize what they make. Their bits are not torch's: a norm's sum has an order of its own."""
+    """Norms and MLPs that are one kernel, and whether it quantizes what it makes. Their last bits are not torch's: a
+    norm's sum has an order of its own."""
     unfused: dict[str, str] = field(default_factory=dict)
     """Why a norm or an MLP is left as it is, where fusing was asked for."""
 
@@ -99,9 +100,10 @@ def quantize_model(
     `merge` computes linears that read the same tensor, such as q, k and v, as one, with the same bits; the report names
     them. One pass of the model proves it, on `inputs` (keyword arguments or arguments), or on transformers' own.
 
-    `fuse` makes norms, and MLPs with a gate, quantize what the linears behind them read, where a pass proves that
-    nothing else reads it. Their bits are then the same on every device, and not those of torch to the last one.
-    It counts where no gradients are recorded: elsewhere the modules compute as they did.
+    `fuse` makes norms, and MLPs with a gate, one kernel, which quantizes what the linears behind it read where a pass
+    proves that nothing else reads it, and makes floats elsewhere. The kernels' bits are the same on every device, and
+    not those of torch to the last one. They count where no gradients are recorded: elsewhere the modules compute as
+    they did.
     """
     recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
     scales, data = input_scales or {}, calibration or {}

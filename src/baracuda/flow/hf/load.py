@@ -43,8 +43,8 @@ def load(
     transformers itself builds the model and reads the weights, so whatever it knows about an architecture holds here.
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
-    `fuse` makes norms and gated MLPs quantize what they make, where linears alone read it; their last bits are then not
-    those of torch, and `baracuda.models.fuse_producers(model)` says which they are.
+    `fuse` makes norms and gated MLPs one kernel, which quantizes what it makes where integer linears alone read it;
+    their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are.
     `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
     transformers' `from_pretrained`.
     """
