@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import baracuda
 from baracuda.flow.hf.measure import wait
@@ -142,26 +142,49 @@ def calls(model: nn.Module, device: torch.device, dtype: torch.dtype, rows: int 
 
 
 @contextmanager
-def timed_linears(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
-    """Seconds spent in the head and in the other linears, while in use; for devices that do not run behind."""
+def timed_parts(model: nn.Module, device: torch.device) -> Iterator[dict[str, float]]:
+    """Seconds spent in the head, the other linears and the norms, while in use; for devices that do not run behind.
+
+    Forwards are wrapped, since a hook would part siblings and fused modules. What a fused norm quantizes counts as the
+    norm's; a gated product that is quantized counts as neither.
+    """
     spent: dict[str, float] = defaultdict(float)
-    started: dict[int, float] = {}
-    handles = []
+    inside = False
+    wrapped = []
     head = model.get_output_embeddings()  # type: ignore[operator]
 
-    def before(module: nn.Module, _: Any) -> None:
-        wait(device)
-        started[id(module)] = time.perf_counter()
+    def wrap(module: nn.Module, part: str) -> None:
+        forward = module.forward
 
-    def after(module: nn.Module, _: Any, __: Tensor) -> None:
-        wait(device)
-        spent["head" if module is head else "linears"] += time.perf_counter() - started.pop(id(module))
+        def timed(*args: Any, **options: Any) -> Any:
+            nonlocal inside
+            if inside:  # a sibling that computes all of them, a fused norm that asks the original
+                return forward(*args, **options)
+            inside = True
+            wait(device)
+            start = time.perf_counter()
+            try:
+                return forward(*args, **options)
+            finally:
+                wait(device)
+                spent[part] += time.perf_counter() - start
+                inside = False
+
+        wrapped.append((module, vars(module).get("forward")))
+        module.forward = timed  # type: ignore[method-assign]
 
     for module in model.modules():
         if hasattr(module, "in_features") and hasattr(module, "out_features"):
-            handles += [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
+            wrap(module, "head" if module is head else "linears")
+            member = getattr(module, "_member", None)
+            if member is not None and member.index == 0 and member.whole is not None:
+                wrap(member.whole, "linears")
+        elif type(module).__name__.endswith("Norm"):
+            wrap(module, "norms")
     try:
         yield spent
     finally:
-        for handle in handles:
-            handle.remove()
+        for module, before in wrapped:
+            del module.forward
+            if before is not None:
+                module.forward = before  # type: ignore[method-assign]

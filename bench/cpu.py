@@ -259,7 +259,7 @@ def _linears() -> list[dict[str, Any]]:
             "ours": _cold(weight_q, lambda w, x=x, s=scale, out=out: baracuda.quantized_linear(x, w, s, out=out)),  # type: ignore[misc]
         }
         if m == 1:
-            bodies |= _one_token(x, weight, weight_q, out)
+            bodies |= _one_token(x, weight)
         seconds = interleaved(bodies, repeats=12 if m > 1 else 600, seconds=4.0)
         results.append({"m": m, "n": n, "k": k, "seconds": seconds, "ratio": seconds["f32"] / seconds["ours"]})
     rows = [
@@ -271,18 +271,24 @@ def _linears() -> list[dict[str, Any]]:
     return results
 
 
-def _one_token(x: Tensor, weight: Tensor, weight_q: Tensor, out: Tensor) -> dict[str, Body]:
-    """Our W4A8, llama.cpp where it is installed, and what reading the packed weights alone takes."""
-    packed, scale, _ = baracuda.dynamic_quantize(weight, scope=PerChannel(0), dtype="s4")
-    found = {
-        "W4A8": _cold(packed, lambda w: baracuda.quantized_linear(x, w, scale, weight_element="s4", out=out)),
-        "reading 8 bits": _cold(weight_q, lambda w: w.view(torch.float64).sum()),
-        "reading 4 bits": _cold(packed, lambda w: w.view(torch.float64).sum()),
-    }
+def _one_token(x: Tensor, weight: Tensor) -> dict[str, Body]:
+    """Our modules, llama.cpp where it is installed, and what reading the stored weights alone takes."""
+    found: dict[str, Body] = {}
+    for name, kind in (("W8A8", S8), ("W4A8", S4)):
+        q, scale, _ = baracuda.dynamic_quantize(weight, scope=PerChannel(0), dtype=kind)
+        modules = cycle([_module(q.clone(), scale, kind, x.shape[1]) for _ in range(-(-COLD // q.nbytes))])
+        found[name] = lambda modules=modules: next(modules)(x)  # type: ignore[misc]
+        found[f"reading {name}"] = _cold(q, lambda w: w.view(torch.float64).sum())
     for name, each in ggml.bodies(x, weight, THREADS, COLD).items():
         turns = cycle(each)
         found[name] = lambda turns=turns: next(turns)()  # type: ignore[misc]
     return found
+
+
+def _module(q: Tensor, scale: Tensor, kind: ElementKind, in_features: int) -> torch.nn.Module:
+    module = baracuda.nn.QuantizedLinear(in_features, q.shape[0], False, weight_element=kind)
+    module.weight, module.weight_scale = q, scale.view(-1, 1)
+    return module.eval().requires_grad_(False)
 
 
 # -- bars --------------------------------------------------------------------------------------------------------
@@ -311,11 +317,11 @@ def _linear_bars(linears: list[dict[str, Any]]) -> Iterator[Bar]:
     for needed, result in zip((2.5, 3.0), linears, strict=False):
         yield Bar(f"quantized_linear m={result['m']} over F.linear in f32", needed, result["ratio"])
         seconds = result["seconds"]
-        for who, bits, peer in (("ours", 8, "llama.cpp Q8_0"), ("W4A8", 4, "llama.cpp Q4_0")):
-            if who in seconds and (reading := seconds.get(f"reading {bits} bits")):
-                yield Bar(f"one token, {bits}-bit weight: of the read rate", 0.85, reading / seconds[who])
+        for who, peer in (("W8A8", "llama.cpp Q8_0"), ("W4A8", "llama.cpp Q4_0")):
+            if who in seconds:
+                yield Bar(f"one token, {who}: of the read rate", 0.85, seconds[f"reading {who}"] / seconds[who])
             if who in seconds and peer in seconds:
-                yield Bar(f"one token, {bits}-bit weight, over {peer}", 1.0, seconds[peer] / seconds[who])
+                yield Bar(f"one token, {who}, over {peer}", 1.0, seconds[peer] / seconds[who])
 
 
 def _overheads() -> Iterator[Bar]:

@@ -23,7 +23,7 @@ from baracuda.flow.hf import measure
 
 from . import _busy, _llama_cpp
 from ._apart import Order, decode
-from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_linears, weight_bytes
+from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_parts, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
 from .linear import captured
 
@@ -138,12 +138,12 @@ class Run:
             measure.forget_compiled(*self.models.values())
 
     def _shares(self, batch: int) -> None:
-        """Of a decode step on the CPU: what its linears and its head take."""
+        """Of a decode step on the CPU: what its linears, its head and its norms take."""
         steps = self.options.tokens
-        spent: dict[str, dict[str, float]] = {"linears": {}, "head": {}}
+        spent: dict[str, dict[str, float]] = {"linears": {}, "head": {}, "norms": {}}
         for name, model in self.models.items():
             ids = measure.prompt(model, batch, 1)  # whose prefill is a step like the others
-            with timed_linears(model, self.device) as times:
+            with timed_parts(model, self.device) as times:
                 measure.step_seconds(model, ids, steps, compiled=False)
             for part, seconds in spent.items():
                 seconds[name] = times[part] / steps

@@ -22,6 +22,8 @@ BEGIN, END = "<!-- from bench/results by python -m bench readme -->", "<!-- end 
 FEW_TOKENS = 64
 #: The sizes and names of `bench model`.
 ONE, FLOATS = "batch 1", ("f32", "bf16")
+#: How the rows of other programs begin.
+OTHERS = "llama.cpp"
 
 
 def model_rows(run: Run) -> Iterable[Row]:
@@ -46,12 +48,15 @@ def model_cpu_rows(run: Run) -> Iterable[Row]:
 
 
 def _gains(run: Run, part: str, size: str) -> str:
-    """Each model of ours, and those of other programs, in times as fast as the float model of the run."""
+    """Each model of ours, and the fastest of other programs, in times as fast as the float model of the run."""
     rows = {row["model"]: row for row in run["rows"] if (row["part"], row["size"]) == (part, size)}
     base = next((row["ms"] for row in rows.values() if row["ratio"] == 1), None)
     if base is None:
         return ""
-    return ", ".join(f"{name} {base / row['ms']:.2f}x" for name, row in rows.items() if name not in FLOATS)
+    gains = {name: base / row["ms"] for name, row in rows.items() if name not in FLOATS}
+    others = {name: gain for name, gain in gains.items() if name.startswith(OTHERS)}
+    best = sorted(others, key=lambda name: -others[name])[:1]
+    return ", ".join(f"{name} {gain:.2f}x" for name, gain in gains.items() if name not in others or name in best)
 
 
 def shapes_of(run: Run) -> str:

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 from baracuda.flow.hf import measure
 from bench import _busy, _llama_cpp
 from bench import model as bench_model
-from bench._decoder import LLAMA_8B, Decoders, Shapes, weight_bytes
+from bench._decoder import LLAMA_8B, Decoders, Shapes, timed_parts, weight_bytes
 
 TINY = Shapes(2, 64, 96, 4, 2, 160)
 CPU = torch.device("cpu")
@@ -34,13 +34,28 @@ def test_a_run_prints_and_stores_ratios_of_every_part(tmp_path: Path, capsys: py
     arguments = ["--quick", "--only", "linears,prefill,decode", "--tokens", "6", "--json", str(tmp_path / "out.json")]
     bench_model.main([*arguments, "--device", "cpu", "--schemes", "w8a8,w4a8"])
     content = json.loads((tmp_path / "out.json").read_text())
-    parts = {"linears", "prefill", "decode", "decode: its linears", "decode: its head"}
+    parts = {"linears", "prefill", "decode", "decode: its linears", "decode: its head", "decode: its norms"}
     assert {row["part"] for row in content["rows"]} == parts
     for row in content["rows"]:
         floats = next(r for r in content["rows"] if (r["part"], r["model"]) == (row["part"], "f32"))
         assert row["ratio"] == pytest.approx(floats["ms"] / row["ms"])
     assert content["memory"]["w4a8"] < content["memory"]["w8a8"] < content["memory"]["bf16"] < content["memory"]["f32"]
     assert "w4a8" in capsys.readouterr().out and content["bars"] == []
+
+
+def test_what_times_the_parts_of_a_step_leaves_siblings_and_fused_modules_as_they_are() -> None:
+    model = Decoders(TINY, None, CPU, torch.bfloat16).quantized("w8a8")
+    ids = measure.prompt(model, 1, 1)
+    plain = model(ids).logits
+    calls = []
+    member = model.model.layers[0].self_attn.q_proj._member
+    compute = member.whole.forward
+    member.whole.forward = lambda x: calls.append(x) or compute(x)
+    with timed_parts(model, CPU) as times, torch.no_grad():
+        timed = model(ids).logits
+    assert len(calls) == 1 and member.siblings.why_apart() is None
+    assert torch.equal(timed, plain) and set(times) == {"linears", "head", "norms"} and all(times.values())
+    assert "forward" not in vars(model.lm_head)
 
 
 def test_models_in_processes_of_their_own_fill_the_same_rows(
