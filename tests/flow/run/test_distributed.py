@@ -41,9 +41,9 @@ if sys.argv[1] == "leave":
     sys.exit()
 if sys.argv[1] == "wait":
     from baracuda.flow.run.distributed import team
-    with team(timeout_s=2) as ranks:
+    with team(timeout_s=6) as ranks:
         if ranks.leads:
-            time.sleep(5)
+            time.sleep(8)
         ranks.barrier()
     sys.exit()
 import baracuda.flow.run.stream as stream
