@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from quick_interpreter import make_quick
+    from interpreter import make_quick, order_sums
 
     make_quick()
+    order_sums()
 
 settings.register_profile(
     "ci", derandomize=True, database=None, deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow]
