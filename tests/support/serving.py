@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def answers(llm: Any) -> list[Answer]:
 #: How far log-probabilities may be apart by the order of float sums alone, and where one activation was rounded the
 #: other way: it lay so near to the middle of two integers, or of two experts, that a last bit decided.
 TOLERANCES = {torch.float32: (2e-5, 0.01), torch.bfloat16: (0.05, 0.2)}
+
+
+@cache
+def int8_sums_saturate() -> bool:
+    """Whether vLLM's own int8 kernel is wrong on this CPU: without VNNI, oneDNN adds pairs of products in 16 bits."""
+    from vllm import _custom_ops as ops
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    x, weight, scale = torch.full((2, 64), 127, dtype=torch.int8), torch.full((64, 16), 127), torch.ones(16, 1)
+    columns = weight.to(torch.int8).t().contiguous().t()
+    product = ops.create_onednn_scaled_mm(columns, scale, torch.float32, True, False)
+    out = ops.onednn_scaled_mm(product, x, torch.empty(2, 16), torch.ones(2, 1), None, None, None)
+    return not torch.equal(out, torch.full_like(out, 64 * 127 * 127))
 
 
 def assert_near(out: Path, given: Sequence[Answer], dtype: torch.dtype = torch.float32) -> None:
