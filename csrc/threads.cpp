@@ -38,7 +38,7 @@ struct Task {
     void* context;
     int64_t parts;
     const pthread_t caller = pthread_self();
-    int64_t caller_done = 0;  // when it found no more parts
+    int64_t computed = 0;  // nanoseconds from the caller's first part to when it found no more
     alignas(64) std::atomic<int64_t> next{0};
 
     void take() {
@@ -56,8 +56,9 @@ struct Task {
         return true;
     }
     void take_in_team() {
+        const int64_t start = nanoseconds();
         take();
-        if (pthread_equal(pthread_self(), caller)) caller_done = nanoseconds();
+        if (pthread_equal(pthread_self(), caller)) computed = nanoseconds() - start;
     }
 };
 
@@ -112,7 +113,8 @@ void run_team(Parallel parallel, Task& task, int64_t threads) {
         if (done) return;
     }
     parallel([](void* shared) { static_cast<Task*>(shared)->take_in_team(); }, &task, AS_SET, 0);
-    patience.judge(nanoseconds() - task.caller_done, task.caller_done - start, threads);
+    // The caller waits for the others before the team begins, too: until they have left the one before.
+    patience.judge(nanoseconds() - start - task.computed, task.computed, threads);
 }
 
 }  // namespace
