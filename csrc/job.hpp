@@ -179,6 +179,35 @@ struct Columns {
     float* passed;          // what each column hands on: its error over its own factor
 };
 
+// The keys whose weights are found together, and the lanes of a score's sum: part of the result of attention.
+constexpr int64_t ATTENTION_CHUNK = 128, ATTENTION_LANES = 16;
+
+ALWAYS_INLINE int64_t whole_lanes(int64_t d) { return (d + ATTENTION_LANES - 1) / ATTENTION_LANES * ATTENTION_LANES; }
+// Of what a chunk hands on for one query: the greatest score, the sum of the weights, the weighted values.
+ALWAYS_INLINE int64_t partial_floats(int64_t dv) { return ATTENTION_LANES + whole_lanes(dv); }
+
+// [batch, heads, rows, d], its rows dense; the others are distances in elements.
+struct HeadRows {
+    char* data;
+    int64_t batch, head, row;
+};
+
+// Attention of tokens; rows are batch x tokens, from number `first` on. `group` queries share a key head.
+struct Attention {
+    int element;
+    int64_t tokens, heads, group, keys, d, dv;  // heads are those of the keys
+    HeadRows q, k, v;
+    const char* mask;  // one byte a key, not 0 where it is attended to; or none
+    int64_t mask_batch, mask_row, mask_key;
+    bool causal;       // without a mask: token t attends to the keys 0 to t, not to all
+    float scale;
+    char* out;         // [batch, tokens, heads * group, dv]
+    int64_t first, chunks;
+    int32_t* lists;    // [rows, keys] where there is a mask: the keys of each row
+    int64_t* counts;   // [rows]: how many they are
+    float* partials;   // [rows, heads, chunks, group, partial_floats(dv)]
+};
+
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
 struct Kernels {
     void (*elementwise)(const Job&, int64_t part, int64_t parts);
@@ -189,6 +218,9 @@ struct Kernels {
     void (*total)(const Job&, int64_t part, int64_t parts);
     void (*produce)(const Production&, int64_t part, int64_t parts);
     void (*round_columns)(const Columns&);
+    void (*find_keys)(const Attention&, int64_t row);
+    void (*attend_chunk)(const Attention&, int64_t item);
+    void (*merge_chunks)(const Attention&, int64_t row);
 };
 
 // The widest vector, in bytes, that prepared activations are padded for.

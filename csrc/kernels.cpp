@@ -2,6 +2,7 @@
 // local: code for one instruction set must never be picked by the linker for another.
 #include <type_traits>
 
+#include "attention.hpp"
 #include "columns.hpp"
 #include "learned.hpp"
 
@@ -57,6 +58,7 @@ void total(const Job& job, int64_t part, int64_t parts) {
 }  // namespace
 
 extern const Kernels BARACUDA_TABLE;
-const Kernels BARACUDA_TABLE = {elementwise, fused_range, reduce, finish, learned, total, produce, round_columns};
+const Kernels BARACUDA_TABLE = {elementwise, fused_range,   reduce,    finish,       learned,     total,
+                                produce,     round_columns, find_keys, attend_chunk, merge_chunks};
 
 }  // namespace baracuda

@@ -68,4 +68,5 @@ NB_MODULE(_cpu, m) {
     bind_producer(m);
     bind_columns(m);
     bind_gram(m);
+    bind_attention(m);
 }

@@ -13,5 +13,6 @@ void bind_linear(nanobind::module_& m);
 void bind_producer(nanobind::module_& m);
 void bind_columns(nanobind::module_& m);
 void bind_gram(nanobind::module_& m);
+void bind_attention(nanobind::module_& m);
 
 }  // namespace baracuda

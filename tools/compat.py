@@ -40,7 +40,7 @@ class Tests:
 FLOW = Tests("`tests/flow`", ("tests/flow", "-m", "not slow and not gpu"))
 #: What changes between two versions of transformers is how models are loaded and saved.
 FILES = ("tests/flow/hf/test_load.py", "tests/flow/hf/test_transformers.py", "tests/flow/hf/test_saving.py")
-LOAD = Tests("loading and saving", FILES)
+LOAD = Tests("loading, saving and attention", (*FILES, "tests/flow/hf/test_attention.py"))
 #: The tests of those, and of what transformers reads by itself, whose answer changed between two versions; a minute.
 READ = Tests(
     "what is read and saved, by us and by transformers itself",

@@ -22,7 +22,12 @@ BUILD = ROOT / "build" / "sanitized"
 FLAGS = "-fsanitize=address,undefined -fno-sanitize=vptr,float-divide-by-zero -fno-sanitize-recover=all -g1"
 TESTS = {
     "_host": ("plans/test_host.py", "nn/test_launches.py"),
-    "_cpu": ("functional/test_fused.py", "functional/test_empty_shapes.py", "backends/cpu/test_empty.py"),
+    "_cpu": (
+        "functional/test_fused.py",
+        "functional/test_empty_shapes.py",
+        "backends/cpu/test_empty.py",
+        "backends/cpu/test_attention.py",
+    ),
 }
 
 

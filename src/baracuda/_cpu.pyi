@@ -174,3 +174,6 @@ def gram(tokens: int, columns: int, x: int, packed: int, room: int, made: int, /
 
 def has_gram() -> bool:
     """Whether this processor has the instructions for `gram`."""
+
+def attend(operands: tuple[object, ...], causal: bool, scale: float, /) -> None:
+    """Attention of query, key, value and mask (or None) into an output: see csrc/attention.cpp."""

@@ -10,6 +10,7 @@ from ..nn.fused import FusedNorm
 from ..nn.ordered import Ordered, OrderedActivation, OrderedNorm
 from ..nn.siblings import Sibling
 from ..schemes import LinearScheme, LiveScheme
+from .attention import ORDERED, implementation, switch_attention
 from .fuse import activation_of, known_norms
 from .replace import quantize_model
 
@@ -64,19 +65,24 @@ def deterministic(
     With `replace`, in place: float linears become integer ones of this scheme, whose sums are exact, so that no split
     and no batch changes a bit; norms, silu and gelu are computed by baracuda's kernels, which have one order, with the
     gradients they had; weight-only linears multiply the packed weight whatever the number of rows, which takes longer
-    for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention stays what it is.
+    for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention of a transformers
+    model on a CPU is computed by baracuda's kernel, too, padding or not; elsewhere it stays what it is.
     Only modules are judged: a model's own code between them may add up rows as it likes.
     """
     found, unknown = Invariance(), dict[str, str]()
     if replace:
         found.replaced = quantize_model(model, scheme, quantize_head=quantize_head).replaced
         found.replaced |= _put_in_order(model, unknown)
+        found.replaced |= {f"{name} (attention)": what for name, what in switch_attention(model, ORDERED).items()}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
         if "attention" in type(module).__name__.lower() and not isinstance(module, nn.MultiheadAttention):
-            found.dependent[f"{name} (attention)"] = _ATTENTION  # its linears are judged by themselves
+            if implementation(getattr(module, "config", None)) == ORDERED:
+                found.invariant.append(f"{name} (attention)")
+            else:
+                found.dependent[f"{name} (attention)"] = _ATTENTION  # its linears are judged by themselves
         if (why := _why_not(module)) is not None:
             if name in unknown:
                 why += f"; it was not replaced: {unknown[name]}"

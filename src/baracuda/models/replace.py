@@ -46,6 +46,8 @@ class Report:
     norm's sum has an order of its own."""
     unfused: dict[str, str] = field(default_factory=dict)
     """Why a norm or an MLP is left as it is, where fusing was asked for."""
+    attention: dict[str, str] = field(default_factory=dict)
+    """Which kernel computes attention from now on, where fusing was asked for."""
 
     def __str__(self) -> str:
         width = max(map(len, (*self.replaced, *self.skipped)), default=0)
@@ -56,6 +58,7 @@ class Report:
         lines += [f"  {name:{width}}  not merged: {why}" for name, why in self.apart.items()]
         lines += [f"+ {name:{width}}  {what}" for name, what in self.fused.items()]
         lines += [f"  {name:{width}}  not fused: {why}" for name, why in self.unfused.items()]
+        lines += [f"+ {name:{width}}  attention: {what}" for name, what in self.attention.items()]
         return "\n".join([*lines, *(f"? {pattern!r} matched no module" for pattern in self.unmatched)])
 
     def _repr_html_(self) -> str:
@@ -65,6 +68,7 @@ class Report:
         rows += [(name, "not merged", why) for name, why in self.apart.items()]
         rows += [(name, "fused", what) for name, what in self.fused.items()]
         rows += [(name, "not fused", why) for name, why in self.unfused.items()]
+        rows += [(name, "attention", what) for name, what in self.attention.items()]
         rows += [(pattern, "no module", "matched nothing: most often a typing error") for pattern in self.unmatched]
         title = f"{len(self.replaced)} replaced, {len(self.skipped)} left as they are"
         return html_table(title, rows, ("module", "", "what and why"))
@@ -103,7 +107,7 @@ def quantize_model(
     `fuse` makes norms, and MLPs with a gate, one kernel, which quantizes what the linears behind it read where a pass
     proves that nothing else reads it, and makes floats elsewhere. The kernels' bits are the same on every device, and
     not those of torch to the last one. They count where no gradients are recorded: elsewhere the modules compute as
-    they did.
+    they did. On a CPU a transformers model also computes attention of one token by baracuda's kernel.
     """
     recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
     scales, data = input_scales or {}, calibration or {}
@@ -132,7 +136,7 @@ def quantize_model(
         report.merged, report.apart = found.merged, found.apart
     if fuse:
         fusion = fuse_producers(model, inputs)
-        report.fused, report.unfused = fusion.fused, fusion.unfused
+        report.fused, report.unfused, report.attention = fusion.fused, fusion.unfused, fusion.attention
     return report
 
 

@@ -44,7 +44,8 @@ def load(
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
     `fuse` makes norms and gated MLPs one kernel, which quantizes what it makes where integer linears alone read it;
-    their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are.
+    their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are. On a
+    CPU, attention of one token is then baracuda's, too, unless `attn_implementation` is given.
     `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
     transformers' `from_pretrained`.
     """
@@ -76,6 +77,8 @@ def load(
         merge_siblings(model)
     if fuse:
         fuse_producers(model)
+        if "attn_implementation" in options:
+            model.set_attn_implementation(options["attn_implementation"])  # type: ignore[operator]
     return model
 
 

@@ -1,5 +1,7 @@
 """Additions to transformers: its reader of compressed-tensors gives way to ours where ours computes the same file.
 
+Our kernels for attention are in its table; a model takes one when it is fused or made deterministic.
+
 BARACUDA_TRANSFORMERS=0 leaves reading to transformers. Saving is never left: without a description in config.json
 integer linears would be read back as something else.
 """
@@ -15,6 +17,7 @@ from typing import Any
 
 from ..checkpoint.config import parse_config
 from ..errors import FlowError
+from . import attention
 from .repack import repacked
 from .save import describe_saved, require_savable, require_state, shared_input_scales
 
@@ -27,6 +30,7 @@ def install() -> None:
     from transformers.modeling_utils import PreTrainedModel
     from transformers.quantizers import auto
 
+    attention.install()
     configs = auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     if not isinstance(configs[_FORMAT], Reader):
         configs[_FORMAT] = Reader(configs[_FORMAT])

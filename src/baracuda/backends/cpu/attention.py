@@ -1,0 +1,41 @@
+"""Attention by one native call with one order of summation: see csrc/attention.hpp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import MISSING
+
+if MISSING is None:
+    from ... import _cpu
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def declines(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> str | None:
+    """Why the kernel does not compute it; None where it does."""
+    if MISSING is not None:
+        return MISSING
+    if query.device.type != "cpu":
+        return f"the kernel runs on the CPU, not on {query.device.type}"
+    if query.dtype not in _FLOATS or not query.dtype is key.dtype is value.dtype:
+        return f"expected f16, bf16 or f32 for all, got {query.dtype}, {key.dtype} and {value.dtype}"
+    if mask is not None and (mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[1] != 1):
+        return f"expected a mask of bools [batch, 1, tokens, keys], got {mask.dtype} {list(mask.shape)}"
+    return None
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
+) -> Tensor:
+    """softmax(query @ key.T * scale) @ value as `[batch, tokens, heads, d]`, of `[batch, heads, tokens, d]` each.
+
+    Several heads of queries may share one of keys. `mask` says which keys a token attends to; without one it attends
+    to all, or with `causal` token t to the keys 0 to t. A token that attends to none gets zeros.
+    """
+    rows = [x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (query, key, value)]
+    batch, heads, tokens, d = query.shape
+    out = query.new_empty(batch, tokens, heads, value.shape[-1])
+    _cpu.attend((*rows, mask, out), causal, d**-0.5 if scale is None else scale)
+    return out
