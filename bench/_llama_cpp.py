@@ -59,26 +59,26 @@ def _requantize(source: Path, target: Path, number: int) -> None:
 
 
 def measure(file: Path, threads: int, tokens: int) -> dict[str, float]:
-    """Seconds of a decode step after a short prompt, and of a prefill: medians of a few rounds."""
+    """Seconds of a decode step after a short and after a long prompt, and of a prefill: medians of a few rounds."""
     from llama_cpp import Llama
 
     sizes: dict[str, Any] = {"n_ctx": 1024, "n_batch": PROMPT, "n_ubatch": PROMPT}
     model = Llama(str(file), n_threads=threads, n_threads_batch=threads, verbose=False, **sizes)
-    prefills, steps = [], []
+
+    def seconds(ids: list[int]) -> float:
+        start = time.perf_counter()
+        model.eval(ids)
+        return time.perf_counter() - start
+
+    times: dict[str, list[float]] = {"prefill": [], "decode": [], "decode after it": []}
     for turn in range(ROUNDS + 1):  # the first one reads the file
         model.reset()
-        start = time.perf_counter()
-        model.eval(list(range(1, PROMPT + 1)))
-        prefill = time.perf_counter() - start
+        prefill = seconds(list(range(1, PROMPT + 1)))
+        after = median(seconds([token + 1]) for token in range(tokens))
         model.reset()
         model.eval(list(range(1, 33)))
-        each = []
-        for token in range(tokens):
-            start = time.perf_counter()
-            model.eval([token + 1])
-            each.append(time.perf_counter() - start)
-        if turn:
-            prefills.append(prefill)
-            steps.append(median(each))
+        found = {"prefill": prefill, "decode": median(seconds([token + 1]) for token in range(tokens))}
+        for name, value in (found | {"decode after it": after}).items():
+            times[name] += [value] if turn else []
     model.close()
-    return {"decode": median(steps), "prefill": median(prefills)}
+    return {name: median(each) for name, each in times.items()}

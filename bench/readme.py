@@ -21,7 +21,7 @@ BEGIN, END = "<!-- from bench/results by python -m bench readme -->", "<!-- end 
 #: Up to this many tokens a linear is bound by reading its weight, as it is when a model generates.
 FEW_TOKENS = 64
 #: The sizes and names of `bench model`.
-ONE, FLOATS = "batch 1", ("f32", "bf16")
+ONE, AFTER, FLOATS = "batch 1", "after 512 tokens", ("f32", "bf16")
 #: How the rows of other programs begin.
 OTHERS = "llama.cpp"
 
@@ -39,9 +39,10 @@ def model_rows(run: Run) -> Iterable[Row]:
 
 
 def model_cpu_rows(run: Run) -> Iterable[Row]:
-    """A whole decoder on a CPU: one row, decode and prefill."""
-    found = [(part, _gains(run, part, size)) for part, size in (("decode", ONE), ("prefill", "1 x 512"))]
-    gains = "; ".join(f"{part}: {gained}" for part, gained in found if gained)
+    """A whole decoder on a CPU: one row, decode after a short and a long prompt, and prefill."""
+    parts = {"decode": ("decode", ONE), AFTER: ("decode", f"{ONE}, {AFTER}"), "prefill": ("prefill", "1 x 512")}
+    found = [(name, _gains(run, part, size)) for name, (part, size) in parts.items()]
+    gains = "; ".join(f"{name}: {gained}" for name, gained in found if gained)
     if gains:
         device = "a CPU" if run["device"] == "cpu" else run["device"]
         yield "a whole model on a CPU, batch 1", f"{device}, {shapes_of(run)}", "the same model in f32", gains

@@ -85,7 +85,9 @@ def test_linears_are_timed_alone_and_beside_processes_that_fill_the_cores(
 ) -> None:
     arguments = ["--quick", "--device", "cpu", "--only", "linears", "--busy", "--schemes", "w8a8"]
     bench_model.main([*arguments, "--json", str(tmp_path / "out.json")])
-    rows = {r["model"]: r for r in json.loads((tmp_path / "out.json").read_text())["rows"] if "busy" in r["size"]}
+    busy = [row for row in json.loads((tmp_path / "out.json").read_text())["rows"] if "busy" in row["size"]]
+    assert {row["model"] for row in busy if row["part"] == "decode"} == {"f32", "bf16", "w8a8"}
+    rows = {row["model"]: row for row in busy if row["part"] == "linears"}
     assert set(rows) == {"f32", "bf16", "w8a8"} and "times as slow" in capsys.readouterr().out
     assert all(row["times as slow"] == pytest.approx(row["ms"] / row["alone ms"]) for row in rows.values())
     with _busy.neighbours() as processes:
@@ -126,12 +128,12 @@ def test_llama_cpp_decodes_and_prefills_files_of_both_kinds(tmp_path: Path, monk
     run.llama_cpp()
     _, *rows = run.rows
     kinds = ("Q8_0", "Q4_0", "Q4_1")
-    assert [(row["part"], row["model"]) for row in rows] == [
-        (part, f"llama.cpp {kind}") for kind in kinds for part in ("decode", "prefill")
-    ]
-    assert all(row["ratio"] == pytest.approx(60 / row["ms"]) for row in rows if row["part"] == "decode")
-    sizes = {path.name.split(".")[1]: path.stat().st_size for path in tmp_path.glob("*.gguf")}
-    assert sizes["Q4_0"] < 0.7 * sizes["Q8_0"] < 150e6
+    sizes = (("decode", "batch 1"), ("decode", "batch 1, after 512 tokens"), ("prefill", "1 x 512"))
+    expected = [(*each, f"llama.cpp {kind}") for kind in kinds for each in sizes]
+    assert [(row["part"], row["size"], row["model"]) for row in rows] == expected
+    assert all(row["ratio"] == pytest.approx(60 / row["ms"]) for row in rows if row["size"] == "batch 1")
+    files = {path.name.split(".")[1]: path.stat().st_size for path in tmp_path.glob("*.gguf")}
+    assert files["Q4_0"] < 0.7 * files["Q8_0"] < 150e6
 
 
 def plain_run(rows: list[dict[str, Any]] | None = None) -> bench_model.Run:
