@@ -35,7 +35,8 @@ void attend(nb::handle given, bool causal, float scale) {
     a.tokens = qs[2], a.heads = ks[1], a.keys = ks[2], a.d = qs[3], a.dv = vs[3];
     require(a.heads > 0 && qs[1] % a.heads == 0 && qs[1] > 0, "a whole number of queries for each head of keys");
     require(ks[0] == batch && vs[0] == batch && vs[1] == a.heads && ks[3] == a.d && vs[2] == a.keys, "keys and values that fit");
-    require(a.d > 0 && a.dv > 0 && a.keys <= INT32_MAX, "rows that are not empty");
+    require(a.d > 0 && a.dv > 0, "rows that are not empty");
+    require(a.keys <= INT32_MAX, "fewer than 2**31 keys");
     require(os[0] == batch && os[1] == a.tokens && os[2] == qs[1] && os[3] == a.dv && out.pitch == DENSE, "a dense output");
     a.group = qs[1] / a.heads, a.out = made.data;
     if (mask) {

@@ -195,7 +195,8 @@ private:
     static void weigh(float* scores, int64_t n, const Partial& partial) {
         float m = scores[0];
         for (int64_t j = 1; j < n; ++j) m = m < scores[j] ? scores[j] : m;
-        IVDEP for (int64_t j = 0; j < n; ++j) scores[j] = exponential(scores[j] - m);
+        const float base = m == -__builtin_inff() ? 0 : m;  // keys of no weight at all, not of NaN
+        IVDEP for (int64_t j = 0; j < n; ++j) scores[j] = exponential(scores[j] - base);
         for (int64_t j = n; j < whole_lanes(n); ++j) scores[j] = 0;
         Sixteen total[4]{};
         for (int64_t j = 0; j < n; j += ATTENTION_LANES) total[0].add(Sixteen::at(scores + j));

@@ -1,54 +1,47 @@
-"""Which kernel computes attention in a model of transformers: its config names an entry of transformers' table.
-
-`flow.hf.attention` adds the entries, as soon as transformers is imported.
-"""
+"""Who computes attention in a transformers model on a CPU: found by a pass, and marked in the modules that call it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 
-#: One token at a time by our kernel on a CPU, more by torch's.
-FEW = "baracuda"
-#: All by our kernel, which has one order of summation.
-ORDERED = "baracuda-ordered"
-_TORCH = "sdpa"
+from ..nn.attention import FEW, MARK, ORDERED, TORCHS, recording
+from .merge import Inputs, PassError, Passes
+
 _SAID = {
     FEW: "one token at a time is computed by baracuda's kernel, not torch's to the last bit",
     ORDERED: "has one order of summation, whatever the batch, the padding and the number of tokens",
 }
 
 
-def switch_attention(model: nn.Module, to: str) -> dict[str, str]:
-    """Let a transformers model on a CPU compute attention by our kernel where torch's computes it now.
+def switch_attention(model: nn.Module, to: str, inputs: Inputs | None = None) -> dict[str, str]:
+    """Let modules on a CPU that compute attention by torch's take our kernel: those whose calls it takes in a pass.
 
-    Says where it does so now, by the name of the module that holds the config. A model that someone gave another
-    implementation keeps it.
+    `inputs` are those of the pass; transformers has its own. Says who computes the attention of which module now.
+    Modules that are to keep torch's, or have one order already, do.
     """
-    switched: dict[str, str] = {}
-    seen: set[int] = set()
+    given = inputs if inputs is not None else getattr(model, "dummy_inputs", None)
+    if given is None or any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return {}
+    try:
+        with Passes(model, given) as passes, recording() as called:
+            passes.run(list)
+    except PassError:  # the caller's own passes say it
+        return {}
+    switched = {}
     for name, module in model.named_modules():
-        config = getattr(module, "config", None)
-        if config is None or id(config) in seen or not hasattr(module, "set_attn_implementation"):
-            continue
-        seen.add(id(config))
-        if _may_switch(module, config, to):
-            config._attn_implementation_internal = to
-        if implementation(config) == to:
-            switched[name or type(module).__name__] = _SAID[to]
+        if module in called and called[module] is None and module.__dict__.get(MARK) not in (TORCHS, ORDERED):
+            module.__dict__[MARK] = to
+        if called.get(module) is None and module.__dict__.get(MARK) == to:
+            switched[name] = _SAID[to]
     return switched
 
 
-def implementation(config: Any) -> str | None:
-    """What a config of transformers names; None where it is no such config."""
-    found: str | None = getattr(config, "_attn_implementation", None)
-    return found
+def keep_torchs_attention(model: nn.Module) -> None:
+    """Modules that compute attention by torch's go on doing so, whatever is fused later."""
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.__dict__[MARK] = TORCHS
 
 
-def _may_switch(module: Any, config: Any, to: str) -> bool:
-    if implementation(config) not in {_TORCH, FEW} - {to}:
-        return False
-    return all(parameter.device.type == "cpu" for parameter in module.parameters()) and bool(
-        module._can_set_attn_implementation()
-    )
+def has_one_order(module: nn.Module) -> bool:
+    return module.__dict__.get(MARK) == ORDERED

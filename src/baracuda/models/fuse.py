@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from ..core.types import NormStyle
 from ..functional import rms_norm
+from ..nn.attention import FEW
 from ..nn.fused import FusedMLP, FusedNorm, Reader, same_quantization, why_not_quantized_for
 from ..nn.linear import IntegerLinear
 from ..nn.siblings import Sibling, siblings_of
-from .attention import FEW, switch_attention
+from .attention import switch_attention
 from .merge import Inputs, PassError, Passes
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -42,7 +43,7 @@ class Fusion:
     unfused: dict[str, str] = field(default_factory=dict)
     """Norm or MLP -> why it is left as it is."""
     attention: dict[str, str] = field(default_factory=dict)
-    """Model or part of it -> which kernel computes its attention from now on."""
+    """Module -> which kernel computes its attention from now on."""
 
 
 def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
@@ -55,11 +56,11 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
     fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit. A
     product that leaves in floats stays torch's on the CPU for more than 32 rows, where torch is faster.
 
-    On a CPU, attention of one token is one kernel of baracuda, too, in a transformers model that uses torch's: "sdpa".
+    On a CPU, attention of one token is one kernel of baracuda, too, in a transformers model that uses torch's ("sdpa").
     """
     found = Fusion()
     if any(isinstance(module, Sibling) for module in model.modules()):
-        found.attention = switch_attention(model, FEW)
+        found.attention = switch_attention(model, FEW, inputs)
     norms = known_norms(model, found.unfused)
     mlps = _mlps(model, found)
     for name, module in model.named_modules():

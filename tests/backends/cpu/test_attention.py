@@ -73,7 +73,7 @@ def one_query(q: Tensor, keys: Tensor, values: Tensor, scale: Tensor) -> Tensor:
     for k, v in zip(keys.split(CHUNK), values.split(CHUNK), strict=True):
         scores = in_lanes(q * k) * scale
         greatest = scores.max()
-        weights = exponential(scores - greatest)
+        weights = exponential(scores - torch.where(greatest == -torch.inf, 0.0, greatest))
         total, sums = in_lanes(weights), torch.zeros(v.shape[-1])
         for weight, row in zip(weights, v, strict=True):
             sums = sums + weight * row
@@ -173,6 +173,13 @@ def test_special_values_end_as_in_torch() -> None:
         keys[0, 0, 3] = number
         theirs = scaled_dot_product_attention(q, keys, v).transpose(1, 2)
         assert torch.equal(attend(q, keys, v, None, None).isnan(), theirs.isnan()), number
+    one = torch.ones(1, 1, 1, 16)
+    for place in (0, 140):  # scores that overflow, a whole lot of 128 keys of them, before and behind others
+        keys, values = -one.expand(1, 1, 300, 16) * 1e38, torch.ones(1, 1, 300, 16)
+        keys = keys.clone()
+        keys[:, :, place : place + 130] = 0
+        assert torch.equal(attend(one * 1e38, keys, values, None, None), torch.ones(1, 1, 1, 16)), place
+    assert attend(one * 1e38, -one.expand(1, 1, 300, 16) * 1e38, torch.ones(1, 1, 300, 16), None, None).isnan().all()
     far = k * 1e4  # all weights but one vanish
     wide = scaled_dot_product_attention(q.double(), far.double(), v.double()).transpose(1, 2)
     assert (attend(q, far, v, None, None).double() - wide).abs().max() < 1e-6

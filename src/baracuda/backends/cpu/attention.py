@@ -21,8 +21,21 @@ def declines(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
         return f"the kernel runs on the CPU, not on {query.device.type}"
     if query.dtype not in _FLOATS or not query.dtype is key.dtype is value.dtype:
         return f"expected f16, bf16 or f32 for all, got {query.dtype}, {key.dtype} and {value.dtype}"
-    if mask is not None and (mask.dtype is not torch.bool or mask.ndim != 4 or mask.shape[1] != 1):
-        return f"expected a mask of bools [batch, 1, tokens, keys], got {mask.dtype} {list(mask.shape)}"
+    if not query.ndim == key.ndim == value.ndim == 4:
+        return f"expected four axes, got {query.ndim}, {key.ndim} and {value.ndim}"
+    (batch, heads, tokens, d), (_, shared, keys, _) = query.shape, key.shape
+    if key.shape != (batch, shared, keys, d) or value.shape[:3] != key.shape[:3] or not shared or heads % shared:
+        return f"expected keys and values that fit, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
+    if mask is not None and (
+        mask.dtype is not torch.bool
+        or mask.ndim != 4
+        or mask.shape[0] not in (1, batch)
+        or mask.shape[1] != 1
+        or mask.shape[2] not in (1, tokens)
+        or mask.shape[3] != keys
+    ):
+        wanted = [batch, 1, tokens, keys]
+        return f"expected a mask of bools {wanted}, got {mask.dtype} {list(mask.shape)}"
     return None
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...core.errors import BaracudaError
 from ...core.patterns import flaw
+from ...models.attention import keep_torchs_attention
 from ...models.fuse import fuse_producers
 from ...models.merge import merge_siblings
 from ...plans.plan import resolve_device
@@ -75,10 +76,10 @@ def load(
     model = model.eval()
     if merge:
         merge_siblings(model)
+    if options.get("attn_implementation") is not None:
+        keep_torchs_attention(model)
     if fuse:
         fuse_producers(model)
-        if "attn_implementation" in options:
-            model.set_attn_implementation(options["attn_implementation"])  # type: ignore[operator]
     return model
 
 

@@ -1,6 +1,6 @@
 """Additions to transformers: its reader of compressed-tensors gives way to ours where ours computes the same file.
 
-Our kernels for attention are in its table; a model takes one when it is fused or made deterministic.
+Its attention by torch's asks whether a module is marked for our kernel, as fusing marks it.
 
 BARACUDA_TRANSFORMERS=0 leaves reading to transformers. Saving is never left: without a description in config.json
 integer linears would be read back as something else.

@@ -1,0 +1,126 @@
+"""Attention of modules on a CPU by baracuda's kernel, in the place of a function that computes it by torch's.
+
+torch's attention of one bf16 token takes ten times as long as ours on a CPU, and its order of summation depends on the
+sizes. A module takes the kernel when it is marked; the mark is a string in its dictionary, which copies and files keep.
+`flow.hf.attention` puts the function into transformers' table.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autograd import straight_through
+from ..backends.cpu.attention import attend, declines
+from .launches import is_plain_call
+
+Function = Callable[..., tuple[Tensor, Any]]
+
+#: Where a module says who computes its attention: one token at a time by our kernel and more by torch's; all by our
+#: kernel, in one order of summation; or torch's alone, because someone asked for that.
+MARK = "_baracuda_attention"
+FEW, ORDERED, TORCHS = "few", "ordered", "torch"
+#: Options that change the result and are not in the kernel's formula.
+_OTHERS = ("softcap", "position_bias", "cache", "s_aux", "output_attentions", "head_mask")
+_is_traced = torch.compiler.is_dynamo_compiling
+Calls = dict[nn.Module, str | None]
+
+
+class _Recorder(local):
+    """While a thread records calls: why the kernel would not take those of a module, by module."""
+
+    calls: Calls | None = None
+
+
+_recorder = _Recorder()
+
+
+@contextmanager
+def recording() -> Iterator[Calls]:
+    """The modules whose attention is called while in use, each with the reason why the kernel declines one; or None."""
+    found: Calls = {}
+    _recorder.calls = found
+    try:
+        yield found
+    finally:
+        _recorder.calls = None
+
+
+def marked(theirs: Function) -> Function:
+    """A function of transformers' kind, in the place of `theirs`: that, but for modules that are marked."""
+
+    def attention(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        if _is_traced():
+            return theirs(module, query, key, value, attention_mask, **options)
+        how, calls = module.__dict__.get(MARK), _recorder.calls
+        if calls is not None:
+            calls[module] = calls.get(module) or _why_not(query, key, value, attention_mask, options)
+        elif how == ORDERED:
+            return _ordered(theirs, module, query, key, value, attention_mask, options)
+        elif (
+            how == FEW
+            and query.shape[2] == 1
+            and _is_plain(query, key, value)
+            and not _learns(query, key, value)
+            and _why_not(query, key, value, attention_mask, options) is None
+        ):
+            return attend(query, key, value, attention_mask, options.get("scaling")), None
+        return theirs(module, query, key, value, attention_mask, **options)
+
+    attention.__dict__["theirs"] = theirs
+    return attention
+
+
+def _ordered(
+    theirs: Function,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Any]:
+    """By our kernel, with the gradients of theirs; a warning where it does not take the call."""
+    why = _why_not(query, key, value, mask, options)
+    if why is None and not _is_plain(query, key, value):
+        why = "a mode, a transform or a subclass must see torch's operators"
+    if why is not None:
+        text = f"attention is torch's in this call: {why}; the bits of a row may depend on the batch"
+        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        return theirs(module, query, key, value, mask, **options)
+    causal = options.get("is_causal")
+    causal = bool(getattr(module, "is_causal", True) if causal is None else causal)
+    with torch.no_grad():
+        made = attend(query, key, value, mask, options.get("scaling"), causal and mask is None and query.shape[2] > 1)
+    if _learns(query, key, value):
+        made = straight_through(theirs(module, query, key, value, mask, **options)[0], made)
+    return made, None
+
+
+def _learns(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    return all(is_plain_call(x) and not x.is_neg() for x in tensors) and torch._C._get_tracing_state() is None
+
+
+def _why_not(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]) -> str | None:
+    """Why our kernel does not compute a call; None where it does."""
+    for name in _OTHERS:
+        given = options.get(name)
+        if given is not None and given is not False:
+            return f"{name} is not in the kernel's formula"
+    if options.get("dropout"):
+        return "dropout is not in the kernel's formula"
+    if torch._C._is_any_autocast_enabled():
+        return "autocast decides the type"
+    return declines(query, key, value, mask)
