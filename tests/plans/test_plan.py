@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -35,6 +37,8 @@ from baracuda.backends.registry import NO_KERNEL, Kernel, Value
 from baracuda.core.optable import OPS, Operand, OpRow
 from baracuda.core.problem import Problem
 from baracuda.core.scope import Shape, View
+from baracuda.plans.plan import SelectedPlan
+from cases import CASES
 
 NAMES = [
     f"{op}{scope}{backward}"
@@ -422,3 +426,14 @@ def test_torch_sees_what_was_written() -> None:
     args = baracuda.QuantizePerTensorArgs(torch.randn(4), 0.1, 0, out)
     baracuda.QuantizePerTensorPlan.select(desc, device="cpu").run(args)
     assert out._version == 1
+
+
+@pytest.mark.parametrize("op", sorted({case.problem.op for case in CASES}, key=str), ids=str)
+def test_a_plan_that_nobody_holds_is_freed(op: QuantizeKind) -> None:
+    """The compiled module holds what it is given; Python's collector sees no cycle through it."""
+    device = torch.device("cpu")
+    plans = [SelectedPlan(case.problem, device) for case in CASES if case.problem.op is op][:200]
+    alive = [weakref.ref(plan) for plan in plans]
+    plans.clear()
+    gc.collect()
+    assert not any(each() is not None for each in alive)

@@ -41,6 +41,10 @@ class Descriptor(Protocol):
     def problem(self, op: QuantizeKind) -> Problem: ...
 
 
+def _workspace(size: int, device: torch.device) -> Tensor:
+    return torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device)
+
+
 class SelectedPlan:
     """A problem, the kernel chosen for it, and the checks that stand before it."""
 
@@ -78,7 +82,8 @@ class SelectedPlan:
         )
         self._compute: Callable[[tuple[Value, ...]], tuple[Any, ...] | None] = _not_compiled
         if self._check.native is not None and not self._large_on_cpu:
-            workspace = self.allocate_workspace if self._needs_workspace else None
+            # Not the method: the compiled object holds what it is given, and Python sees no cycle through it.
+            workspace = partial(_workspace, self._workspace_size, device) if self._needs_workspace else None
             computation = _host.Computation(self._check.native, self._is_along, self._makers, workspace, self._launch)
             self._compute = computation.compute
 
@@ -133,8 +138,7 @@ class SelectedPlan:
         return outputs
 
     def allocate_workspace(self) -> Tensor | None:
-        size = self._workspace_size
-        return torch.empty_strided((size,), (1,), dtype=torch.uint8, device=self.device) if size else None
+        return _workspace(self._workspace_size, self.device) if self._workspace_size else None
 
     def workspace_size(self) -> int:
         """Bytes of workspace `run` needs."""
