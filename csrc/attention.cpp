@@ -7,8 +7,8 @@ namespace nb = nanobind;
 namespace baracuda {
 namespace {
 
-// Bytes of partial results, roughly: tokens are taken in blocks.
-constexpr int64_t BLOCK_ROOM = 4 << 20;
+// Tiles are taken in lots of about as many bytes, and have about as many queries of one key head.
+constexpr int64_t LOT_ROOM = 4 << 20, TILE_QUERIES = 96;
 
 // [batch, heads, rows, d] with dense rows.
 HeadRows head_rows(const Operand& x, int element) {
@@ -19,6 +19,8 @@ HeadRows head_rows(const Operand& x, int element) {
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+int64_t within(int64_t low, int64_t x, int64_t high) { return x > high ? high : x < low ? low : x; }
+int64_t tiles_of(const Attention& a) { return (a.tokens + a.tile - 1) / a.tile; }
 
 // operands: query [batch, heads * group, tokens, d], key [batch, heads, keys, d], value [batch, heads, keys, dv], a mask
 // of bools [1 or batch, 1, 1 or tokens, keys] or None, and the output [batch, tokens, heads * group, dv], dense.
@@ -51,24 +53,30 @@ void attend(nb::handle given, bool causal, float scale) {
     const int64_t rows = product(batch, a.tokens), queries = product(rows, qs[1]);
     if (!rows) return;
     const int64_t most = !a.mask && causal && a.tokens < a.keys ? a.tokens : a.keys;
-    a.chunks = most ? (most + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK : 1;
-    const int64_t counts = 64, list = a.mask ? aligned(a.keys * 4) : 0;
-    const int64_t partials = product(product(qs[1], a.chunks), partial_floats(a.dv) * 4);
-    const int64_t of_row = counts + list + partials, fit = BLOCK_ROOM / of_row;
-    const int64_t block = fit < 1 ? 1 : fit < rows ? fit : rows;
-    char* room = reinterpret_cast<char*>(workspace_of(nb::none(), block * of_row));
-    a.counts = reinterpret_cast<int64_t*>(room);
-    a.lists = reinterpret_cast<int32_t*>(room + block * counts);
-    a.partials = reinterpret_cast<float*>(room + block * (counts + list));
-    const int64_t threads = threads_for(product(queries, product(a.keys, a.d + a.dv)) / 4);
+    const int64_t threads = threads_for(product(queries, product(most, a.d + a.dv)) / 4);
+    const int64_t token_room = product(qs[1], partial_floats(a.dv) * 4);
+    a.tile = within(1, TILE_QUERIES / a.group, a.tokens);
+    a.shares = 1;
+    if (product(batch * tiles_of(a), a.heads) < 4 * threads) {
+        a.shares = within(1, (most + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK, INT64_MAX);
+        a.tile = within(1, LOT_ROOM / product(token_room, a.shares), a.tile);
+    }
+    const int64_t tiles = batch * tiles_of(a), counts = aligned(a.tile * 8), list = a.mask ? aligned(a.tile * a.keys * 4) : 0;
+    const int64_t of_tile = 64 + counts + list + product(product(token_room, a.shares), a.tile);
+    const int64_t lot = within(1, LOT_ROOM / of_tile, tiles);
+    char* room = reinterpret_cast<char*>(workspace_of(nb::none(), lot * of_tile));
+    a.apart = reinterpret_cast<bool*>(room);
+    a.counts = reinterpret_cast<int64_t*>(room + lot * 64);
+    a.lists = reinterpret_cast<int32_t*>(room + lot * (64 + counts));
+    a.partials = reinterpret_cast<float*>(room + lot * (64 + counts + list));
     nb::gil_scoped_release released;
-    for (a.first = 0; a.first < rows; a.first += block) {
-        const int64_t here = block < rows - a.first ? block : rows - a.first;
-        auto find = [&](int64_t row, int64_t) { isa->kernels->find_keys(a, row); };
-        auto attend = [&](int64_t item, int64_t) { isa->kernels->attend_chunk(a, item); };
-        auto merge = [&](int64_t row, int64_t) { isa->kernels->merge_chunks(a, row); };
+    for (a.first = 0; a.first < tiles; a.first += lot) {
+        const int64_t here = lot < tiles - a.first ? lot : tiles - a.first;
+        auto find = [&](int64_t tile, int64_t) { isa->kernels->find_keys(a, tile); };
+        auto attend = [&](int64_t item, int64_t) { isa->kernels->attend_share(a, item); };
+        auto merge = [&](int64_t tile, int64_t) { isa->kernels->merge_shares(a, tile); };
         share_out(a.mask ? threads : 1, here, find);
-        share_out(threads, here * a.heads * a.chunks, attend);
+        share_out(threads, here * a.heads * a.shares, attend);
         share_out(here > 1 ? threads : 1, here, merge);
     }
 }

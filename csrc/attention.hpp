@@ -1,86 +1,25 @@
-// Attention of single tokens: softmax(q . k * scale) . v over the keys that a token attends to, in one order of summation.
-// Included once per instruction set.
+// Attention: softmax(q . k * scale) . v over the keys that a token attends to, in one order of summation. Included once per
+// instruction set.
 //
 // The keys that are attended to are taken in order, ATTENTION_CHUNK at a time; those that a mask leaves out are not counted,
 // so padding moves no key into another chunk. A score: 16 lanes add up every 16th product; then the upper half of the lanes
 // is added to the lower until one is left. A chunk's weights are exp(score - its greatest score); their sum has lanes
 // again, and values are added by rising key. Chunks are merged in order. All of it is f32, each operation rounded once.
+//
+// Tokens of a prompt attend to the first keys of one list and are computed together: keys and values are widened once for
+// all of them, and a register has a score of each of 16 keys.
 #pragma once
 #include "activation.hpp"
+#include "lanes.hpp"
 #include "produce.hpp"
 
 namespace baracuda {
 namespace {
 
 constexpr int64_t KEY_TILE = 32;
-
-#if defined(__AVX512F__)
-constexpr int64_t REGISTER = 16;
-#elif defined(__AVX__)
-constexpr int64_t REGISTER = 8;
-#else
-constexpr int64_t REGISTER = 4;
-#endif
-using Register = float __attribute__((vector_size(REGISTER * sizeof(float))));  // the widest register
-using Four = float __attribute__((vector_size(4 * sizeof(float))));
-
-// The upper half is added to the lower until four are left.
-ALWAYS_INLINE Four quartered(Four x) { return x; }
-#if defined(__AVX__)
-ALWAYS_INLINE Four quartered(__m256 x) { return Four(_mm256_castps256_ps128(x)) + Four(_mm256_extractf128_ps(x, 1)); }
-#endif
-#if defined(__AVX512F__)
-ALWAYS_INLINE Four quartered(__m512 x) {
-    const __m256d high = _mm512_extractf64x4_pd(_mm512_castps_pd(x), 1);
-    return quartered(_mm256_add_ps(_mm512_castps512_ps256(x), _mm256_castpd_ps(high)));
-}
-#endif
-
-// ATTENTION_LANES numbers in registers.
-struct Sixteen {
-    static constexpr int PARTS = ATTENTION_LANES / REGISTER;
-    Register part[PARTS];
-
-    static ALWAYS_INLINE Sixteen at(const float* from) {
-        Sixteen x;
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) memcpy(&x.part[i], from + i * REGISTER, sizeof(Register));
-        return x;
-    }
-    ALWAYS_INLINE void add(const Sixteen& x) {
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) part[i] += x.part[i];
-    }
-    ALWAYS_INLINE void add_product(const Sixteen& x, const Sixteen& y) {
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) part[i] += x.part[i] * y.part[i];
-    }
-    ALWAYS_INLINE void add_product(float x, const Sixteen& y) {
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) part[i] += x * y.part[i];
-    }
-    ALWAYS_INLINE void store(float* to) const {
-#pragma GCC unroll 4
-        for (int i = 0; i < PARTS; ++i) memcpy(to + i * REGISTER, &part[i], sizeof(Register));
-    }
-
-    ALWAYS_INLINE Four quarter() const {
-        Sixteen x = *this;
-#pragma GCC unroll 4
-        for (int half = PARTS / 2; half; half /= 2)
-#pragma GCC unroll 4
-            for (int i = 0; i < half; ++i) x.part[i] += x.part[i + half];
-        return quartered(x.part[0]);
-    }
-};
-
-// Of each of four, the sum of its lanes: the upper half is added to the lower until one is left.
-ALWAYS_INLINE Four halved(const Sixteen (&sums)[4]) {
-    const Four a = sums[0].quarter(), b = sums[1].quarter(), c = sums[2].quarter(), d = sums[3].quarter();
-    const Four ab = Four{a[0], b[0], a[1], b[1]} + Four{a[2], b[2], a[3], b[3]};
-    const Four cd = Four{c[0], d[0], c[1], d[1]} + Four{c[2], d[2], c[3], d[3]};
-    return Four{ab[0], ab[1], cd[0], cd[1]} + Four{ab[2], ab[3], cd[2], cd[3]};
-}
+// Queries whose sums are in registers at once, and from how many on keys are transposed for them.
+constexpr int QUERIES = REGISTER / 4;
+constexpr int64_t MANY_QUERIES = 8;
 
 ALWAYS_INLINE float exponential(float a) {
     const Exponential<float> e(a < -Terms<float>::SILU_LIMIT ? -Terms<float>::SILU_LIMIT : a, 0.0f);
@@ -116,41 +55,93 @@ struct Floats {
     const float* row(int64_t j) const { return data + j * pitch; }
 };
 
-// One token's queries of one key head.
+// Tokens of one batch entry, and where they are among those at hand.
+struct TokenTile {
+    int64_t batch, token, tokens, number;
+
+    TokenTile(const Attention& a, int64_t number) : number(number) {
+        const int64_t tiles = (a.tokens + a.tile - 1) / a.tile;
+        batch = (a.first + number) / tiles, token = (a.first + number) % tiles * a.tile;
+        tokens = least(a.tile, a.tokens - token);
+    }
+    int64_t* counts(const Attention& a) const { return a.counts + number * a.tile; }
+    int32_t* list(const Attention& a, int64_t token) const { return a.lists + (number * a.tile + token) * a.keys; }
+    float* partials(const Attention& a, int64_t head, int64_t share, int64_t token) const {
+        const int64_t tokens = ((number * a.heads + head) * a.shares + share) * a.tile + token;
+        return a.partials + tokens * a.group * partial_floats(a.dv);
+    }
+};
+
+// The sums of lanes LANE, LANE + STEP and so on of the scores of 16 keys, which are columns, for each of a few queries.
+template <int STEP, int LANE = 0>
+ALWAYS_INLINE void add_lanes(const float* q, const float* columns, int64_t d, Sixteen (&sums)[QUERIES]) {
+    Sixteen upper[QUERIES]{};
+    if constexpr (2 * STEP == ATTENTION_LANES) {
+#pragma GCC unroll 4
+        for (int r = 0; r < QUERIES; ++r) sums[r] = Sixteen{};
+        for (int64_t i = 0; i < d; i += ATTENTION_LANES) {
+            const Sixteen low = Sixteen::at(columns + (i + LANE) * ATTENTION_LANES);
+            const Sixteen high = Sixteen::at(columns + (i + LANE + STEP) * ATTENTION_LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < QUERIES; ++r) {
+                sums[r].add_product(q[r * d + i + LANE], low);
+                upper[r].add_product(q[r * d + i + LANE + STEP], high);
+            }
+        }
+    } else {
+        add_lanes<2 * STEP, LANE>(q, columns, d, sums);
+        add_lanes<2 * STEP, LANE + STEP>(q, columns, d, upper);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < QUERIES; ++r) sums[r].add(upper[r]);
+}
+
+// The queries of some tokens that share a key head and the list of their keys.
 class Attending {
     const Attention& a;
-    const int64_t d_, dv_;
+    const int64_t d_, dv_, queries_, floats_;
     const char *keys_, *values_;
-    Buffer<float> queries_, tile_, weights_;
+    Buffer<float> query_, rows_, columns_, weights_, next_;
+    Buffer<int64_t> counts_;
 
 public:
-    Attending(const Attention& a, int64_t batch, int64_t head, int64_t token)
-        : a(a), d_(whole_lanes(a.d)), dv_(whole_lanes(a.dv)), keys_(at(a.k, batch, head)), values_(at(a.v, batch, head)),
-          queries_(a.group * d_), tile_(KEY_TILE * (d_ > dv_ ? d_ : dv_)), weights_(a.group * ATTENTION_CHUNK) {
-        for (int64_t g = 0; g < a.group; ++g) {
-            const char* from = at(a.q, batch, head * a.group + g) + token * a.q.row * bytes_of(a.element);
-            widen_row(from, a.d, d_, queries_.data() + g * d_);
+    Attending(const Attention& a, const TokenTile& tile, int64_t head, int64_t token, int64_t tokens)
+        : a(a), d_(whole_lanes(a.d)), dv_(whole_lanes(a.dv)), queries_(tokens * a.group), floats_(partial_floats(a.dv)),
+          keys_(at(a.k, tile.batch, head)), values_(at(a.v, tile.batch, head)), query_(padded() * d_),
+          rows_(KEY_TILE * (d_ > dv_ ? d_ : dv_)), columns_(transposes() ? ATTENTION_LANES * d_ : 0),
+          weights_(padded() * ATTENTION_CHUNK), next_(queries_ * floats_), counts_(queries_) {
+        for (int64_t i = 0; i < queries_; ++i) {
+            const char* from = at(a.q, tile.batch, head * a.group + i % a.group);
+            from += (tile.token + token + i / a.group) * a.q.row * bytes_of(a.element);
+            widen_row(from, a.d, d_, query_.data() + i * d_);
         }
+        for (int64_t i = queries_ * d_; i < padded() * d_; ++i) query_.data()[i] = 0;
+        if (transposes()) memset(columns_.data(), 0, ATTENTION_LANES * d_ * sizeof(float));
     }
 
-    // Of n keys, at most ATTENTION_CHUNK: a partial result for each query.
-    void chunk(const ChunkKeys& keys, int64_t n, float* partials) {
-        score(keys, n);
-        for (int64_t g = 0; g < a.group; ++g) {
-            const Partial partial(partials + g * partial_floats(a.dv));
-            weigh(weights_.data() + g * ATTENTION_CHUNK, n, partial);
-            for (int64_t i = 0; i < dv_; ++i) partial.sum[i] = 0;
-        }
-        for (int64_t tile = 0; tile < n; tile += KEY_TILE) {
-            const int64_t rows = least(KEY_TILE, n - tile);
-            const Floats v = floats_of(a.v, values_, keys, tile, rows, a.dv);
-            for (int64_t g = 0; g < a.group; ++g)
-                add_values(v, weights_.data() + g * ATTENTION_CHUNK + tile, rows, partials + g * partial_floats(a.dv));
+    // Chunks from `chunk` to before `end`, merged; a token attends to `counts` keys of the list, or from 0 on.
+    void chunks(int64_t chunk, int64_t end, const int32_t* list, const int64_t* counts, float* partials) {
+        for (bool is_first = true; chunk < end; ++chunk, is_first = false) {
+            const int64_t first = chunk * ATTENTION_CHUNK;
+            int64_t most = 0;
+            for (int64_t i = 0; i < queries_; ++i) {
+                const int64_t left = counts[i / a.group] - first, n = left < 0 ? 0 : least(left, ATTENTION_CHUNK);
+                counts_.data()[i] = n, most = most < n ? n : most;
+            }
+            if (!most) return;
+            float* to = is_first ? partials : next_.data();
+            one_chunk({list ? list + first : nullptr, first}, most, to);
+            for (int64_t i = 0; i < queries_ && !is_first; ++i)
+                if (counts_.data()[i]) Partial(partials + i * floats_).merge(Partial(to + i * floats_), a.dv);
         }
     }
 
 private:
-    char* at(const HeadRows& x, int64_t batch, int64_t head) const {
+    int64_t padded() const { return (queries_ + QUERIES - 1) / QUERIES * QUERIES; }
+    bool transposes() const { return queries_ >= MANY_QUERIES; }
+    float* weights(int64_t query) { return weights_.data() + query * ATTENTION_CHUNK; }
+
+    const char* at(const HeadRows& x, int64_t batch, int64_t head) const {
         return x.data + (batch * x.batch + head * x.head) * bytes_of(a.element);
     }
 
@@ -159,33 +150,69 @@ private:
         for (int64_t i = n; i < room; ++i) to[i] = 0;
     }
 
-    // n rows from `first` on of a chunk, as floats: where they are, or widened into the tile.
+    // n rows from `first` on of a chunk, as floats: where they are, or widened.
     Floats floats_of(const HeadRows& x, const char* rows, const ChunkKeys& keys, int64_t first, int64_t n, int64_t width) {
         const int64_t bytes = x.row * bytes_of(a.element), room = whole_lanes(width);
         if (a.element == F32 && !keys.list && width == room && n % 4 == 0)
             return {reinterpret_cast<const float*>(rows + keys[first] * bytes), x.row};
-        float* tile = tile_.data();
-        for (int64_t j = 0; j < n; ++j) widen_row(rows + keys[first + j] * bytes, width, room, tile + j * room);
-        for (int64_t i = n * room; i < (n + 3) / 4 * 4 * room; ++i) tile[i] = 0;  // rows are read by fours
-        return {tile, room};
+        float* to = rows_.data();
+        for (int64_t j = 0; j < n; ++j) widen_row(rows + keys[first + j] * bytes, width, room, to + j * room);
+        for (int64_t i = n * room; i < (n + 3) / 4 * 4 * room; ++i) to[i] = 0;  // rows are read by fours
+        return {to, room};
     }
 
-    void score(const ChunkKeys& keys, int64_t n) {
-        for (int64_t tile = 0; tile < n; tile += KEY_TILE) {
-            const int64_t rows = least(KEY_TILE, n - tile);
-            const Floats k = floats_of(a.k, keys_, keys, tile, rows, a.d);
-            for (int64_t g = 0; g < a.group; ++g) {
-                const float* q = queries_.data() + g * d_;
-                float* to = weights_.data() + g * ATTENTION_CHUNK + tile;
-                for (int64_t j = 0; j < rows; j += 4) {
-                    Sixteen sums[4]{};
-                    for (int64_t i = 0; i < d_; i += ATTENTION_LANES) {
-                        const Sixteen own = Sixteen::at(q + i);
+    // Of n keys, at most ATTENTION_CHUNK: a partial result for each query, of the first keys that are its own.
+    void one_chunk(const ChunkKeys& keys, int64_t n, float* partials) {
+        for (int64_t first = 0; first < n; first += KEY_TILE) {
+            const int64_t rows = least(KEY_TILE, n - first);
+            const Floats k = floats_of(a.k, keys_, keys, first, rows, a.d);
+            transposes() ? score_columns(k, first, rows) : score_rows(k, first, rows);
+        }
+        for (int64_t i = 0; i < queries_; ++i) {
+            const Partial partial(partials + i * floats_);
+            if (counts_.data()[i]) weigh(weights(i), counts_.data()[i], partial);
+            for (int64_t e = 0; e < dv_; ++e) partial.sum[e] = 0;
+        }
+        for (int64_t first = 0; first < n; first += KEY_TILE) {
+            const int64_t rows = least(KEY_TILE, n - first);
+            const Floats v = floats_of(a.v, values_, keys, first, rows, a.dv);
+            int64_t i = 0;
+            for (; i + QUERIES <= queries_; i += QUERIES) add_values<QUERIES>(v, i, first, rows, partials);
+            for (; i < queries_; ++i) add_values<1>(v, i, first, rows, partials);
+        }
+    }
+
+    // A register has the lanes of a score.
+    void score_rows(const Floats& k, int64_t first, int64_t rows) {
+        for (int64_t query = 0; query < queries_; ++query) {
+            const float* q = query_.data() + query * d_;
+            for (int64_t j = 0; j < rows; j += 4) {
+                Sixteen sums[4]{};
+                for (int64_t i = 0; i < d_; i += ATTENTION_LANES) {
+                    const Sixteen own = Sixteen::at(q + i);
 #pragma GCC unroll 4
-                        for (int r = 0; r < 4; ++r) sums[r].add_product(own, Sixteen::at(k.row(j + r) + i));
-                    }
-                    const Four scores = halved(sums) * a.scale;
-                    memcpy(to + j, &scores, sizeof scores);
+                    for (int r = 0; r < 4; ++r) sums[r].add_product(own, Sixteen::at(k.row(j + r) + i));
+                }
+                const Four scores = halved(sums) * a.scale;
+                memcpy(weights(query) + first + j, &scores, sizeof scores);
+            }
+        }
+    }
+
+    // A register has the same lane of 16 scores.
+    void score_columns(const Floats& k, int64_t first, int64_t rows) {
+        float* columns = columns_.data();
+        for (int64_t tile = 0; tile < rows; tile += ATTENTION_LANES) {
+            for (int64_t j = 0; j < ATTENTION_LANES && tile + j < rows; j += 4)
+                for (int64_t i = 0; i < d_; i += 4)
+                    transpose_four(k.row(tile + j) + i, k.pitch, columns + i * ATTENTION_LANES + j, ATTENTION_LANES);
+            for (int64_t query = 0; query < queries_; query += QUERIES) {
+                Sixteen scores[QUERIES];
+                add_lanes<1>(query_.data() + query * d_, columns, d_, scores);
+#pragma GCC unroll 4
+                for (int r = 0; r < QUERIES; ++r) {
+                    scores[r].multiply(a.scale);
+                    scores[r].store(weights(query + r) + first + tile);
                 }
             }
         }
@@ -193,90 +220,127 @@ private:
 
     // Scores become weights.
     static void weigh(float* scores, int64_t n, const Partial& partial) {
-        float m = scores[0];
-        for (int64_t j = 1; j < n; ++j) m = m < scores[j] ? scores[j] : m;
+        const int64_t room = whole_lanes(n);
+        for (int64_t j = n; j < room; ++j) scores[j] = scores[0];
+        Sixteen greatest = Sixteen::at(scores);
+        for (int64_t j = ATTENTION_LANES; j < room; j += ATTENTION_LANES) greatest.join(Greater{}, Sixteen::at(scores + j));
+        const float m = greatest.whole(Greater{});
         const float base = m == -__builtin_inff() ? 0 : m;  // keys of no weight at all, not of NaN
-        IVDEP for (int64_t j = 0; j < n; ++j) scores[j] = exponential(scores[j] - base);
-        for (int64_t j = n; j < whole_lanes(n); ++j) scores[j] = 0;
-        Sixteen total[4]{};
-        for (int64_t j = 0; j < n; j += ATTENTION_LANES) total[0].add(Sixteen::at(scores + j));
-        *partial.greatest = m, *partial.total = halved(total)[0];
+        IVDEP for (int64_t j = 0; j < room; ++j) scores[j] = exponential(scores[j] - base);
+        for (int64_t j = n; j < room; ++j) scores[j] = 0;
+        Sixteen total{};
+        for (int64_t j = 0; j < room; j += ATTENTION_LANES) total.add(Sixteen::at(scores + j));
+        *partial.greatest = m, *partial.total = total.whole(Sum{});
     }
 
-    void add_values(const Floats& v, const float* weights, int64_t rows, float* partial) const {
-        constexpr int64_t AT_ONCE = 4;
-        float* sum = Partial(partial).sum;
-        for (int64_t e = 0; e < dv_; e += AT_ONCE * ATTENTION_LANES) {
-            if (e + AT_ONCE * ATTENTION_LANES <= dv_) {
-                add_columns<AT_ONCE>(v, weights, rows, e, sum + e);
-            } else {
-                for (int64_t i = e; i < dv_; i += ATTENTION_LANES) add_columns<1>(v, weights, rows, i, sum + i);
-            }
+    // The values of rows, from key `first` on, to the sums of N queries: what all of them attend to, then the others.
+    template <int N>
+    void add_values(const Floats& v, int64_t query, int64_t first, int64_t rows, float* partials) {
+        int64_t own[N], all = rows;
+        for (int r = 0; r < N; ++r) {
+            const int64_t left = counts_.data()[query + r] - first;
+            own[r] = left < 0 ? 0 : least(left, rows), all = least(all, own[r]);
         }
+        float* sums = partials + query * floats_ + ATTENTION_LANES;
+        const float* weight = weights(query) + first;
+        add_rows<N>(v, 0, all, weight, sums);
+        for (int r = 0; r < N; ++r)
+            if (own[r] > all) add_rows<1>(v, all, own[r], weight + r * ATTENTION_CHUNK, sums + r * floats_);
     }
 
     template <int N>
-    static void add_columns(const Floats& v, const float* weights, int64_t rows, int64_t first, float* sum) {
-        Sixteen acc[N];
+    void add_rows(const Floats& v, int64_t from, int64_t to, const float* weights, float* sums) const {
+        constexpr int REGISTERS = REGISTER == 16 ? 16 : 8, FIT = REGISTERS / (N * Sixteen::PARTS), AT_ONCE = FIT < 4 ? FIT : 4;
+        int64_t e = 0;
+        for (; e + AT_ONCE * ATTENTION_LANES <= dv_; e += AT_ONCE * ATTENTION_LANES)
+            add_columns<N, AT_ONCE>(v, from, to, weights, e, sums);
+        for (; e < dv_; e += ATTENTION_LANES) add_columns<N, 1>(v, from, to, weights, e, sums);
+    }
+
+    template <int N, int WIDTH>
+    void add_columns(const Floats& v, int64_t from, int64_t to, const float* weights, int64_t e, float* sums) const {
+        Sixteen acc[N][WIDTH];
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) acc[i] = Sixteen::at(sum + i * ATTENTION_LANES);
-        for (int64_t j = 0; j < rows; ++j) {
-            const float* from = v.row(j) + first;
+        for (int r = 0; r < N; ++r)
 #pragma GCC unroll 4
-            for (int i = 0; i < N; ++i) acc[i].add_product(weights[j], Sixteen::at(from + i * ATTENTION_LANES));
+            for (int i = 0; i < WIDTH; ++i) acc[r][i] = Sixteen::at(sums + r * floats_ + e + i * ATTENTION_LANES);
+        for (int64_t j = from; j < to; ++j) {
+            Sixteen value[WIDTH];
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDTH; ++i) value[i] = Sixteen::at(v.row(j) + e + i * ATTENTION_LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+                for (int i = 0; i < WIDTH; ++i) acc[r][i].add_product(weights[r * ATTENTION_CHUNK + j], value[i]);
         }
 #pragma GCC unroll 4
-        for (int i = 0; i < N; ++i) acc[i].store(sum + i * ATTENTION_LANES);
+        for (int r = 0; r < N; ++r)
+#pragma GCC unroll 4
+            for (int i = 0; i < WIDTH; ++i) acc[r][i].store(sums + r * floats_ + e + i * ATTENTION_LANES);
     }
 };
 
-inline int64_t batch_of(const Attention& a, int64_t row) { return (a.first + row) / a.tokens; }
-inline int64_t token_of(const Attention& a, int64_t row) { return (a.first + row) % a.tokens; }
+inline int64_t chunks_of(int64_t keys) { return (keys + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK; }
 
-inline float* partials_of(const Attention& a, int64_t row, int64_t head, int64_t chunk) {
-    return a.partials + ((row * a.heads + head) * a.chunks + chunk) * a.group * partial_floats(a.dv);
-}
-
-// Which keys a row attends to, in order, and how many they are.
-void find_keys(const Attention& a, int64_t row) {
-    const int64_t token = token_of(a, row);
-    if (!a.mask) {
-        a.counts[row] = a.causal ? least(token + 1, a.keys) : a.keys;
-        return;
+// Which keys the tokens of a tile attend to, in order, and how many they are.
+void find_keys(const Attention& a, int64_t number) {
+    const TokenTile tile(a, number);
+    int64_t* counts = tile.counts(a);
+    a.apart[number] = false;
+    int64_t longest = 0;
+    for (int64_t i = 0; i < tile.tokens; ++i) {
+        const int64_t token = tile.token + i;
+        if (!a.mask) {
+            counts[i] = a.causal ? least(token + 1, a.keys) : a.keys;
+            continue;
+        }
+        const char* mask = a.mask + tile.batch * a.mask_batch + token * a.mask_row;
+        int32_t* list = tile.list(a, i);
+        int64_t n = 0;
+        for (int64_t j = 0; j < a.keys; ++j) {
+            list[n] = int32_t(j);
+            n += mask[j * a.mask_key] != 0;
+        }
+        counts[i] = n;
+        if (n > counts[longest]) longest = i;
     }
-    const char* mask = a.mask + batch_of(a, row) * a.mask_batch + token * a.mask_row;
-    int32_t* list = a.lists + row * a.keys;
-    int64_t n = 0;
-    for (int64_t j = 0; j < a.keys; ++j) {
-        list[n] = int32_t(j);
-        n += mask[j * a.mask_key] != 0;
-    }
-    a.counts[row] = n;
+    for (int64_t i = 0; i < tile.tokens && a.mask; ++i)
+        if (memcmp(tile.list(a, i), tile.list(a, longest), counts[i] * sizeof(int32_t))) a.apart[number] = true;
+    if (a.mask && !a.apart[number] && longest) memcpy(tile.list(a, 0), tile.list(a, longest), counts[longest] * sizeof(int32_t));
 }
 
-// Number `item` of rows x key heads x chunks.
-void attend_chunk(const Attention& a, int64_t item) {
-    const int64_t chunk = item % a.chunks, head = item / a.chunks % a.heads, row = item / a.chunks / a.heads;
-    const int64_t first = chunk * ATTENTION_CHUNK, n = least(a.counts[row] - first, ATTENTION_CHUNK);
-    if (n <= 0) return;
-    const ChunkKeys keys{a.mask ? a.lists + row * a.keys + first : nullptr, first};
-    Attending(a, batch_of(a, row), head, token_of(a, row)).chunk(keys, n, partials_of(a, row, head, chunk));
+// Number `item` of tiles x key heads x shares.
+void attend_share(const Attention& a, int64_t item) {
+    const int64_t share = item % a.shares, head = item / a.shares % a.heads;
+    const TokenTile tile(a, item / a.shares / a.heads);
+    const int64_t* counts = tile.counts(a);
+    const int64_t first = a.shares == 1 ? 0 : share, end = a.shares == 1 ? chunks_of(a.keys) : share + 1;
+    const int64_t together = a.apart[tile.number] ? 1 : tile.tokens;
+    int64_t most = 0;
+    for (int64_t i = 0; i < tile.tokens; ++i) most = most < counts[i] ? counts[i] : most;
+    if (most <= first * ATTENTION_CHUNK) return;
+    for (int64_t i = 0; i < tile.tokens; i += together)
+        Attending(a, tile, head, i, together)
+            .chunks(first, end, a.mask ? tile.list(a, i) : nullptr, counts + i, tile.partials(a, head, share, i));
 }
 
-void merge_chunks(const Attention& a, int64_t row) {
-    const int64_t floats = partial_floats(a.dv), chunks = (a.counts[row] + ATTENTION_CHUNK - 1) / ATTENTION_CHUNK, bytes = bytes_of(a.element);
-    for (int64_t head = 0; head < a.heads; ++head) {
-        for (int64_t g = 0; g < a.group; ++g) {
-            char* to = a.out + ((a.first + row) * a.heads * a.group + head * a.group + g) * a.dv * bytes;
-            if (!chunks) {
-                memset(to, 0, a.dv * bytes);
+void merge_shares(const Attention& a, int64_t number) {
+    const TokenTile tile(a, number);
+    const int64_t floats = partial_floats(a.dv), bytes = bytes_of(a.element);
+    for (int64_t i = 0; i < tile.tokens; ++i) {
+        const int64_t chunks = chunks_of(tile.counts(a)[i]), shares = a.shares == 1 ? least(chunks, 1) : chunks;
+        char* out = a.out + (tile.batch * a.tokens + tile.token + i) * a.heads * a.group * a.dv * bytes;
+        for (int64_t query = 0; query < a.heads * a.group; ++query, out += a.dv * bytes) {
+            if (!shares) {
+                memset(out, 0, a.dv * bytes);
                 continue;
             }
-            const Partial sum(partials_of(a, row, head, 0) + g * floats);
-            for (int64_t c = 1; c < chunks; ++c) sum.merge(Partial(partials_of(a, row, head, c) + g * floats), a.dv);
+            const int64_t head = query / a.group, at = query % a.group * floats;
+            const Partial sum(tile.partials(a, head, 0, i) + at);
+            for (int64_t s = 1; s < shares; ++s) sum.merge(Partial(tile.partials(a, head, s, i) + at), a.dv);
             const float total = *sum.total;
-            IVDEP for (int64_t i = 0; i < a.dv; ++i) sum.sum[i] = sum.sum[i] / total;
-            put_floats<float>(a.element, sum.sum, a.dv, to);
+            IVDEP for (int64_t e = 0; e < a.dv; ++e) sum.sum[e] = sum.sum[e] / total;
+            put_floats<float>(a.element, sum.sum, a.dv, out);
         }
     }
 }

@@ -192,7 +192,8 @@ struct HeadRows {
     int64_t batch, head, row;
 };
 
-// Attention of tokens; rows are batch x tokens, from number `first` on. `group` queries share a key head.
+// Attention of tokens. `tile` tokens of one batch entry are computed together, from tile number `first` on; `group` queries
+// share a key head. Where tiles are few, threads share out their chunks of keys; otherwise a tile's are taken in turn.
 struct Attention {
     int element;
     int64_t tokens, heads, group, keys, d, dv;  // heads are those of the keys
@@ -202,10 +203,12 @@ struct Attention {
     bool causal;       // without a mask: token t attends to the keys 0 to t, not to all
     float scale;
     char* out;         // [batch, tokens, heads * group, dv]
-    int64_t first, chunks;
-    int32_t* lists;    // [rows, keys] where there is a mask: the keys of each row
-    int64_t* counts;   // [rows]: how many they are
-    float* partials;   // [rows, heads, chunks, group, partial_floats(dv)]
+    int64_t tile, first;
+    int64_t shares;    // of a tile's keys: one for each chunk, or one
+    int32_t* lists;    // [tiles, tile, keys] where there is a mask: the keys of each token
+    int64_t* counts;   // [tiles, tile]: how many they are
+    bool* apart;       // [tiles]: the tokens' keys are not the first ones of one list
+    float* partials;   // [tiles, heads, shares, tile, group, partial_floats(dv)]
 };
 
 // One instruction set's compilation of the kernels. `part` of `parts` is one thread's share.
@@ -218,9 +221,9 @@ struct Kernels {
     void (*total)(const Job&, int64_t part, int64_t parts);
     void (*produce)(const Production&, int64_t part, int64_t parts);
     void (*round_columns)(const Columns&);
-    void (*find_keys)(const Attention&, int64_t row);
-    void (*attend_chunk)(const Attention&, int64_t item);
-    void (*merge_chunks)(const Attention&, int64_t row);
+    void (*find_keys)(const Attention&, int64_t tile);
+    void (*attend_share)(const Attention&, int64_t item);
+    void (*merge_shares)(const Attention&, int64_t tile);
 };
 
 // The widest vector, in bytes, that prepared activations are padded for.

@@ -59,6 +59,6 @@ void total(const Job& job, int64_t part, int64_t parts) {
 
 extern const Kernels BARACUDA_TABLE;
 const Kernels BARACUDA_TABLE = {elementwise, fused_range,   reduce,    finish,       learned,     total,
-                                produce,     round_columns, find_keys, attend_chunk, merge_chunks};
+                                produce,     round_columns, find_keys, attend_share, merge_shares};
 
 }  // namespace baracuda

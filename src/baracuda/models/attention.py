@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..nn.attention import FEW, MARK, ORDERED, TORCHS, recording
+from ..nn.attention import FASTER, MARK, ORDERED, TORCHS, recording
 from .merge import Inputs, PassError, Passes
 
 _SAID = {
-    FEW: "one token at a time is computed by baracuda's kernel, not torch's to the last bit",
+    FASTER: "is computed by baracuda's kernel where that is faster, not torch's to the last bit",
     ORDERED: "has one order of summation, whatever the batch, the padding and the number of tokens",
 }
 

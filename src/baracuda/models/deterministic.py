@@ -21,7 +21,6 @@ _BY_ELEMENT: tuple[type[nn.Module], ...] = (
 )  # fmt: skip
 _PRODUCT = "a matrix library chooses its order of summation by the number of rows"
 _ATTENTION = "attention: the library splits its sums by the number of rows and of keys"
-_ATTENTION_COMPILED = "attention has one order, but inside torch.compile torch's own takes its place"
 _NORM = "torch promises no order for a norm's sum"
 _REASONS: tuple[tuple[tuple[type[nn.Module], ...], str], ...] = (
     ((nn.MultiheadAttention,), _ATTENTION),
@@ -68,8 +67,7 @@ def deterministic(
     and no batch changes a bit; norms, silu and gelu are computed by baracuda's kernels, which have one order, with the
     gradients they had; weight-only linears multiply the packed weight whatever the number of rows, which takes longer
     for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention of a transformers
-    model on a CPU is computed by baracuda's kernel, too, padding or not, but inside torch.compile; elsewhere it stays
-    what it is.
+    model on a CPU is computed by baracuda's kernel, too, padding or not; elsewhere it stays what it is.
     Only modules are judged: a model's own code between them may add up rows as it likes.
     """
     found, unknown = Invariance(), dict[str, str]()
@@ -81,12 +79,10 @@ def deterministic(
     for name, module in model.named_modules():
         if inside and name.startswith(inside):
             continue
-        if "attention" in type(module).__name__.lower() and not isinstance(module, nn.MultiheadAttention):
-            # Its linears are judged by themselves. What holds a module with attention has none of its own.
-            if has_one_order(module):
-                found.dependent[f"{name} (attention)"] = _ATTENTION_COMPILED
-            elif not any(has_one_order(child) for child in module.children()):
-                found.dependent[f"{name} (attention)"] = _ATTENTION
+        attends = "attention" in type(module).__name__.lower() and not isinstance(module, nn.MultiheadAttention)
+        # Its linears are judged by themselves. What holds a module with attention has none of its own.
+        if attends and not any(has_one_order(each) for each in (module, *module.children())):
+            found.dependent[f"{name} (attention)"] = _ATTENTION
         if (why := _why_not(module)) is not None:
             if name in unknown:
                 why += f"; it was not replaced: {unknown[name]}"

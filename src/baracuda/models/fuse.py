@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.types import NormStyle
 from ..functional import rms_norm
-from ..nn.attention import FEW
+from ..nn.attention import FASTER
 from ..nn.fused import FusedMLP, FusedNorm, Reader, same_quantization, why_not_quantized_for
 from ..nn.linear import IntegerLinear
 from ..nn.siblings import Sibling, siblings_of
@@ -56,11 +56,11 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
     fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit. A
     product that leaves in floats stays torch's on the CPU for more than 32 rows, where torch is faster.
 
-    On a CPU, attention of one token is one kernel of baracuda, too, in a transformers model that uses torch's ("sdpa").
+    On a CPU, attention is one kernel of baracuda, too, in a transformers model that uses torch's ("sdpa").
     """
     found = Fusion()
     if any(isinstance(module, Sibling) for module in model.modules()):
-        found.attention = switch_attention(model, FEW, inputs)
+        found.attention = switch_attention(model, FASTER, inputs)
     norms = known_norms(model, found.unfused)
     mlps = _mlps(model, found)
     for name, module in model.named_modules():

@@ -15,14 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from ..core.types import Activation, Arithmetic, DynamicRangeMode, QuantizeKind
-from ..dispatch.eager import cached_plan, transform_level
+from ..dispatch.eager import cached_plan
 from ..dispatch.options import gated_spec, norm_spec, quantized_spec
 from ..functional import ProducedQuantized, gated, gated_quantize, norm_quantize, rms_norm
 from ..plans.plan import SelectedPlan
-from .launches import KEPT, is_plain_call, lookup
+from .launches import KEPT, has_tangents, is_plain_call, is_transformed, lookup
 from .linear import IntegerLinear, QuantizedLinear, SmoothQuantLinear
 from .siblings import HELD, Sibling
 from .tokens import QuantizedTokens
@@ -150,7 +149,7 @@ class FusedNorm(nn.Module):
         return True
 
     def _leaves_to_original(self, x: Tensor) -> bool:
-        if _has_tangents() or (self.quantizer is None and _is_transformed(x)):
+        if has_tangents() or (self.quantizer is None and is_transformed(x)):
             return True
         return _needs_floats(x) or (_is_grad_enabled() and (x.requires_grad or _learns(self)))
 
@@ -207,7 +206,7 @@ class FusedMLP(nn.Module):
         if self._has_another_activation():
             return self.original(x)
         tokens = type(x) is QuantizedTokens
-        if _has_tangents() or (quantizer is None and _is_transformed(x.q if tokens else x)):
+        if has_tangents() or (quantizer is None and is_transformed(x.q if tokens else x)):
             return self.original(x)
         if not tokens and ((_is_grad_enabled() and x.requires_grad) or _needs_floats(x)):
             return self.original(x)
@@ -307,16 +306,6 @@ def _learns(module: Any) -> bool:
 def _has_type(parameter: Any, x: Tensor) -> bool:
     """Whether the kernel takes this beside x; the original decides about the type of a mixture."""
     return parameter is None or parameter.dtype is x.dtype
-
-
-def _has_tangents() -> bool:
-    """Whether forward-mode differentiation is under way. Linears refuse it: what comes before must not hide it."""
-    return forward_ad._current_level >= 0
-
-
-def _is_transformed(x: Any) -> bool:
-    """Whether torch's own operators must compute floats: transforms and subclasses know no other ones."""
-    return not (type(x) is Tensor or type(x) is nn.Parameter) or transform_level() is not None
 
 
 def _needs_floats(x: Any) -> bool:

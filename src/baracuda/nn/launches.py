@@ -7,13 +7,14 @@ from math import prod
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from ..backends.registry import Value
 from ..core.host import MISSING
 from ..core.problem import Spec
 from ..core.types import QuantizeKind
-from ..dispatch.eager import cached_plan, route
+from ..dispatch.eager import cached_plan, route, transform_level
 from ..plans.plan import SelectedPlan
 
 if MISSING is None:
@@ -47,6 +48,16 @@ def lookup() -> _host.Lookup | _Nothing:
 #: Whether a call on x may skip torch's dispatcher: no tracer, mode, transform, autocast or subclass sees it. Without
 #: the compiled module every call takes the long way.
 is_plain_call: Callable[[object], bool] = _never if MISSING is not None else _host.is_plain_call
+
+
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is under way. Linears refuse it: what comes before must not hide it."""
+    return forward_ad._current_level >= 0
+
+
+def is_transformed(x: object) -> bool:
+    """Whether torch's own operators must compute floats: transforms and subclasses know no other ones."""
+    return not (type(x) is Tensor or type(x) is nn.Parameter) or transform_level() is not None
 
 
 class Launching(Protocol):

@@ -23,6 +23,7 @@ SHAPES = [
     (1, 2, 1, 9, 129, 20, 7),
     (1, 1, 71, 2, 257, 64, 72),
     (3, 2, 2, 3, 1025, 33, 128),
+    (1, 1, 3, 40, 150, 64, 48),  # tokens in two tiles
 ]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -153,6 +154,46 @@ def test_a_row_has_the_same_bits_alone_padded_and_after_a_prompt(dtype: torch.dt
             batch = attend(q[:, :, t : t + 1].expand(3, -1, -1, -1), keys, values, mask, None)
             assert torch.equal(bits(batch[1:2]), bits(alone)), (t, pad)
             assert batch[0].isnan().all() and not batch[2].any()
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_tokens_of_a_prompt_have_the_bits_of_each_alone_under_any_mask(dtype: torch.dtype) -> None:
+    """Tokens whose keys are the first of one list are computed together, the others one by one."""
+    tokens, keys = 70, 200
+    q, k, v = operands((2, 2, 3, tokens, keys, 40, 64), dtype)
+    causal = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens)
+    window = causal & ~causal.tril(-50)
+    behind = causal.clone()
+    behind[:, :9] = False
+    nothing = causal.clone()
+    nothing[:40] = False
+    falling = causal.flip(0)
+    for each in (causal, window, behind, nothing, falling, torch.rand(tokens, keys) > 0.5):
+        mask = torch.stack([each, causal])[:, None]
+        made = attend(q, k, v, mask, None)
+        for t in (0, 1, 30, 31, 32, 33, 39, 40, 69):
+            alone = attend(q[:, :, t : t + 1], k, v, mask[:, :, t : t + 1], None)
+            assert torch.equal(bits(alone), bits(made[:, t : t + 1])), t
+
+
+def test_what_comes_later_in_a_prompt_changes_nothing() -> None:
+    q, k, v = operands((1, 2, 3, 100, 100, 64, 64), torch.float32)
+    expected = attend(q, k, v, None, None, True)
+    for t in (1, 17, 50, 99):
+        keys, values = k.clone(), v.clone()
+        keys[:, :, t:], values[:, :, t:] = torch.nan, torch.inf
+        assert torch.equal(bits(attend(q, keys, values, None, None, True)[:, :t]), bits(expected[:, :t])), t
+
+
+def test_lots_of_tiles_have_the_bits_of_each_alone() -> None:
+    """Lists of 4,000 keys for 96 tokens take 1.5 MB of the room for a lot, which is 4 MB."""
+    tokens, keys = 500, 4000
+    q, k, v = operands((2, 1, 1, tokens, keys, 16, 16), torch.float32)
+    mask = torch.ones(tokens, keys, dtype=torch.bool).tril(keys - tokens).expand(2, 1, -1, -1)
+    made = attend(q, k, v, mask, None)
+    for t in (0, 95, 96, 191, 192, 300, 499):
+        alone = attend(q[:, :, t : t + 1], k, v, mask[:, :, t : t + 1], None)
+        assert torch.equal(bits(alone), bits(made[:, t : t + 1])), t
 
 
 def test_strided_operands_give_the_bits_of_dense_ones() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import html
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 import baracuda
+from baracuda.dispatch.attention import attention as dispatched
 from baracuda.flow import quantize_checkpoint
 from baracuda.models import fuse_producers
 from baracuda.nn import attention
-from baracuda.nn.attention import FEW, MARK, ORDERED
+from baracuda.nn.attention import FASTER, MARK, ORDERED
 
 transformers = pytest.importorskip("transformers")
 IDS = torch.tensor([[5, 6, 7, 8, 9, 10, 11]])
@@ -50,14 +52,16 @@ def generated(model: Any, ids: torch.Tensor = IDS, **options: Any) -> Any:
     return model.generate(ids, **(given | options), output_logits=True, return_dict_in_generate=True)
 
 
-def test_a_loaded_model_decodes_with_our_kernel_and_says_the_same(checkpoint: Path, calls: list[Any]) -> None:
+def test_a_loaded_model_computes_with_our_kernel_and_says_the_same(checkpoint: Path, calls: list[Any]) -> None:
     ours, torchs = baracuda.load(checkpoint), baracuda.load(checkpoint, attn_implementation="sdpa")
     assert ours.config._attn_implementation == "sdpa"  # a name that models compare
     assert not fuse_producers(torchs).attention
+    calls.clear()
     expected = generated(torchs)
     assert not calls
     made = generated(ours)
-    assert set(calls) == {(1, 4, 1, 16)} and len(calls) == 2 * 5  # layers x tokens after the first
+    prompt, token = (1, 4, IDS.shape[1], 16), (1, 4, 1, 16)
+    assert set(calls) == {prompt, token} and calls.count(prompt) == 2 and calls.count(token) == 2 * 5  # by layers
     assert torch.equal(made.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(made.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
     calls.clear()
@@ -92,7 +96,8 @@ def test_the_report_names_it_and_a_second_pass_changes_nothing() -> None:
     model = models.build("llama")
     report = baracuda.quantize_model(model, fuse=True)
     assert list(report.attention) == ["model.layers.0.self_attn", "model.layers.1.self_attn"]
-    assert "attention: one token at a time" in str(report) and "one token at a time" in report._repr_html_()
+    said = "is computed by baracuda's kernel"
+    assert f"attention: {said}" in str(report) and said in html.unescape(report._repr_html_())
     assert fuse_producers(model).attention == report.attention
     assert not fuse_producers(models.build("llama")).attention  # nothing of it is quantized
     chosen = models.build("llama", attn_implementation="eager")
@@ -106,7 +111,7 @@ def test_saved_and_copied_models_load_anywhere(checkpoint: Path, tmp_path: Path)
         theirs = type(model).from_pretrained(tmp_path / "saved")
     assert MARK not in vars(theirs.model.layers[0].self_attn)
     copied = copy.deepcopy(model)
-    assert vars(copied.model.layers[0].self_attn)[MARK] == FEW
+    assert vars(copied.model.layers[0].self_attn)[MARK] == FASTER
     assert torch.equal(generated(copied).sequences, generated(model).sequences)
 
 
@@ -129,10 +134,10 @@ def test_what_is_out_of_the_ordinary_is_torchs(checkpoint: Path, calls: list[Any
         return not calls
 
     assert differs()
-    module.__dict__[MARK] = FEW
+    module.__dict__[MARK] = FASTER
 
     assert not differs() and not differs(scaling=0.5) and not differs(mask=torch.ones(1, 1, 1, 5, dtype=torch.bool))
-    assert differs(query.expand(1, 4, 2, 16)) and differs(query.double(), key.double()) and differs(dropout=0.5)
+    assert not differs(query.expand(1, 4, 2, 16)) and differs(query.double(), key.double()) and differs(dropout=0.5)
     assert differs(mask=torch.zeros(1, 1, 1, 5)) and differs(mask=torch.ones(1, 1, 1, 1, dtype=torch.bool))
     assert differs(query, key.expand(3, 2, 5, 16))
     assert differs(torch._neg_view(query)) and differs(query, torch._neg_view(key))
@@ -147,13 +152,48 @@ def test_what_is_out_of_the_ordinary_is_torchs(checkpoint: Path, calls: list[Any
     assert differs(position_bias=torch.zeros(1, 4, 1, 5))
 
 
-def test_a_compiled_step_is_one_graph_with_torchs_attention(checkpoint: Path, calls: list[Any]) -> None:
-    model = baracuda.load(checkpoint)
+def test_prompts_in_bf16_stay_with_torch_where_the_cpu_has_a_matrix_unit(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: Path, calls: list[Any]
+) -> None:
+    monkeypatch.setattr("baracuda.backends.cpu.attention.HAS_MATRIX_UNIT", True)
+    generated(baracuda.load(checkpoint, dtype=torch.bfloat16))
+    assert set(calls) == {(1, 4, 1, 16)}
+    generated(baracuda.load(checkpoint, dtype=torch.float32))
+    assert (1, 4, IDS.shape[1], 16) in calls
+
+
+class Graphs(list[Any]):
+    """A backend of torch.compile that computes eagerly; the graphs that it was given."""
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.append(graph)
+        return graph
+
+    def kernels(self) -> int:
+        """How often our kernel is in the graphs."""
+        return sum(node.target is dispatched for graph in self for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_a_compiled_step_is_one_graph_with_our_kernel_in_it(checkpoint: Path, tokens: int) -> None:
+    model, graphs = baracuda.load(checkpoint), Graphs()
     with torch.no_grad():
-        compiled = torch.compile(model.forward, backend="eager", fullgraph=True)(IDS[:, :1]).logits
-        assert not calls
-        torch.testing.assert_close(compiled, model(IDS[:, :1]).logits, rtol=1e-3, atol=1e-3)
-    assert calls
+        compiled = torch.compile(model.forward, backend=graphs, fullgraph=True)(IDS[:, :tokens]).logits
+        torch.testing.assert_close(compiled, model(IDS[:, :tokens]).logits, rtol=1e-3, atol=1e-3)
+    assert len(graphs) == 1 and graphs.kernels() == 2
+    embedded = torch.randn(1, tokens, model.config.hidden_size, requires_grad=True)
+    torch.compile(model.forward, backend=graphs, fullgraph=True)(inputs_embeds=embedded)
+    assert len(graphs) == 2 and graphs.kernels() == 2  # with gradients it is torch's
+
+
+def test_the_operator_is_sound_and_its_values_are_the_kernels() -> None:
+    query, key = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 9, 16)
+    mask, half = torch.rand(1, 1, 5, 9) > 0.3, key.bfloat16()
+    for given in ((query, key, key, mask, 0.5, False), (query.bfloat16(), half, half, None, None, True)):
+        torch.library.opcheck(dispatched, given)
+        assert torch.equal(dispatched(*given), attention.attend(*given))
+    negated = torch._neg_view(query)
+    assert torch.equal(dispatched(negated, key, key, None, None, False), attention.attend(-query, key, key, None, None))
 
 
 # -- one answer ----------------------------------------------------------------------------------------------------
@@ -163,7 +203,7 @@ def test_a_deterministic_model_gives_a_row_the_same_bits_alone_padded_and_step_b
     model = models.build("llama")
     report = baracuda.deterministic(model, quantize_head=True)
     for name in ("model.layers.0.self_attn (attention)", "model.layers.1.self_attn (attention)"):
-        assert "has one order" in report.replaced[name] and "inside torch.compile" in report.dependent[name]
+        assert "has one order" in report.replaced[name] and name not in report.dependent
     ids = torch.randint(3, 150, (3, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -230,9 +270,13 @@ def test_modules_whose_calls_the_kernel_does_not_take_keep_torchs_and_are_named(
         model(input_ids=ids, decoder_input_ids=ids)
 
 
-def test_a_deterministic_model_is_traced_whole() -> None:
-    model = models.build("llama")
-    baracuda.deterministic(model)
+def test_a_deterministic_model_is_traced_whole_with_the_same_bits() -> None:
+    model, graphs = models.build("llama"), Graphs()
+    baracuda.deterministic(model, quantize_head=True)
+    compiled = torch.compile(model.forward, backend=graphs, fullgraph=True)
     with torch.no_grad():
-        made = torch.compile(model.forward, backend="eager", fullgraph=True)(IDS).logits
-        torch.testing.assert_close(made, model(IDS).logits, rtol=1e-3, atol=1e-3)
+        assert torch.equal(compiled(IDS).logits, model(IDS).logits)
+    assert len(graphs) == 1 and graphs.kernels() == 2
+    learned = compiled(IDS).logits
+    assert torch.equal(learned, model(IDS).logits)
+    learned.sum().backward()

@@ -10,6 +10,8 @@ from . import MISSING
 if MISSING is None:
     from ... import _cpu
 
+#: Whether the CPU multiplies matrices of bf16 in a unit of their own, which torch's attention of a prompt uses.
+HAS_MATRIX_UNIT = torch.cpu._is_amx_tile_supported()
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -37,6 +39,11 @@ def declines(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
         wanted = [batch, 1, tokens, keys]
         return f"expected a mask of bools {wanted}, got {mask.dtype} {list(mask.shape)}"
     return None
+
+
+def is_faster(query: Tensor) -> bool:
+    """Whether the kernel takes less time than torch's: not for prompts in bf16 where the CPU has a matrix unit."""
+    return query.dtype is not torch.bfloat16 or not HAS_MATRIX_UNIT or query.shape[2] == 1
 
 
 def attend(

@@ -46,7 +46,7 @@ def load(
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
     `fuse` makes norms and gated MLPs one kernel, which quantizes what it makes where integer linears alone read it;
     their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are. On a
-    CPU, attention of one token is then baracuda's, too, unless `attn_implementation` is given.
+    CPU, attention is then baracuda's kernel, too, unless `attn_implementation` is given.
     `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
     transformers' `from_pretrained`.
     """
