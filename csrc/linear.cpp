@@ -80,15 +80,22 @@ public:
         share_out(threads, part);
     }
 
-    void epilogue(uint64_t acc, nb::tuple scales, uint64_t weight_sum, int shift, uint64_t out, int64_t threads) const {
-        const Epilogue e = scaled(scales, weight_sum, shift, out);
+    // acc holds the sums of `rows` rows, from row `first` on.
+    void epilogue(uint64_t acc, nb::tuple scales, uint64_t weight_sum, int shift, uint64_t out, int64_t first, int64_t rows,
+                  int64_t threads) const {
+        require(0 <= first && 0 <= rows && first <= m_ && rows <= m_ - first, "rows of the output");
+        Epilogue e = scaled(scales, weight_sum, shift, out);
         const bool moved = shift || e.zero_point || e.zero_point_number;
-        checked(weight_sum, moved ? m_ * n_ : 0, "weight_sum");
-        const int32_t* sums = reinterpret_cast<const int32_t*>(checked(acc, m_ * n_, "acc"));
-        threads = checked_threads(threads, m_ * n_);
+        checked(weight_sum, moved ? rows * n_ : 0, "weight_sum");
+        const int32_t* sums = reinterpret_cast<const int32_t*>(checked(acc, rows * n_, "acc"));
+        e.m = rows, e.out += first * n_ * bytes_of(element_);
+        if (e.scale_a) e.scale_a = static_cast<const char*>(e.scale_a) + first * bytes_of(e.scale_a_code);
+        if (e.zero_point) e.zero_point += first;
+        if (e.residual) e.residual += first * e.residual_pitch * bytes_of(element_);
+        threads = checked_threads(threads, rows * n_);
         auto part = [&](int64_t i, int64_t of) { isa->linears->epilogue(e, sums, i, of); };
         nb::gil_scoped_release released;
-        if (m_ * n_) share_out(threads, part);
+        if (rows * n_) share_out(threads, part);
     }
 
     // The whole linear, from the operands of its op's row. Without a workspace it uses memory of its thread.

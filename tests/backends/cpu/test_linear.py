@@ -52,6 +52,16 @@ def test_few_rows_have_the_bits_of_the_reference(rows: int) -> None:
         assert_like_reference(p, operands(case), case, _cpu.isas())
 
 
+@pytest.mark.parametrize("rows", [1023, 1025, 2050])
+def test_more_rows_than_are_multiplied_at_once_have_the_bits_of_the_reference(rows: int) -> None:
+    pick = random.Random(rows).choice
+    both = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)
+    for op, kind, weight, mode in itertools.product(both, (S8, U8), (S8, S4), DynamicRangeMode):
+        p = linear(op, (rows, 37, 70), pick(FLOATS), kind, weight, mode)
+        case = Case(p, "ordinary", residual=True)
+        assert_like_reference(p, operands(case), case, _cpu.isas()[-1:])
+
+
 @pytest.mark.parametrize("weight", [S8, S4], ids=lambda kind: kind.value)
 @pytest.mark.parametrize("k", [65536, 65537, 140_001])
 def test_sums_at_their_extremes_are_exact_for_any_k(k: int, weight: ElementKind) -> None:
@@ -236,11 +246,14 @@ def test_a_native_linear_with_nonsense_is_refused() -> None:
     scales = (0, 2, 1.0, 0, 0, 0, 2, 1.0, 0, 2, 0, -1)
     for wrong in (scales[:9], (0, 7, *scales[2:]), (*scales[:11], -2)):
         with pytest.raises((ValueError, TypeError)):
-            linear.epilogue(out.data_ptr(), wrong, 0, 0, out.data_ptr(), 1)
+            linear.epilogue(out.data_ptr(), wrong, 0, 0, out.data_ptr(), 0, 2, 1)
     with pytest.raises(ValueError, match="address"):
-        linear.epilogue(0, scales, 0, 0, out.data_ptr(), 1)
+        linear.epilogue(0, scales, 0, 0, out.data_ptr(), 0, 2, 1)
     with pytest.raises(ValueError, match="weight_sum"):
-        linear.epilogue(out.data_ptr(), scales, 0, 128, out.data_ptr(), 1)
+        linear.epilogue(out.data_ptr(), scales, 0, 128, out.data_ptr(), 0, 2, 1)
+    for first, rows in ((-1, 1), (0, 3), (2, 1), (3, 0), (1, -1)):
+        with pytest.raises(ValueError, match="rows of the output"):
+            linear.epilogue(out.data_ptr(), scales, 0, 0, out.data_ptr(), first, rows, 1)
     with pytest.raises(ValueError, match="address"):
         linear.weight_sums(0, -1, 0, -1, out.data_ptr(), 1)
     with pytest.raises(ValueError, match="weight_factor"):

@@ -20,6 +20,9 @@ from .elementwise import ACTIVATIONS, DENSE, DTYPES, ELEMENTS, F32, native_plan,
 _LIBRARY_LIMIT = (2**31 - 1) // 2**14
 #: Up to this many rows our own product, which reads each weight once as it is stored, beats the library.
 _FEW_ROWS = 16
+#: The library multiplies at most this many rows at a time. The sums of more take longer to get from the system, page by
+#: page, than to compute.
+_ROWS_AT_ONCE = 1024
 _ALIGN = 64
 
 
@@ -60,7 +63,9 @@ class Layout:
         self.shifted = self._part(m * k if self.shifts else 0)
         self.weight = self._part(n * k if self.library and p.weight.is_packed else 0)
         self.weight_sum = self._part(n * 4 if self.sums else 0)
-        self.acc = self._part(m * n * 4 if self.library else 0)
+        blocks = -(-m // _ROWS_AT_ONCE)
+        self.rows = -(-m // (blocks * _ALIGN)) * _ALIGN if blocks > 1 else m
+        self.acc = self._part(self.rows * n * 4 if self.library else 0)
         # A call either multiplies with the library or not, so both ways use the same bytes.
         self.size = max(self.size, native_linear(p).workspace())
 
@@ -149,10 +154,12 @@ class ByLibrary:
         if layout.shifts:
             native.shift(act_q.data_ptr(), pitch(act_q), base + layout.shifted.start, threads_for(m * k))
             act_q = _view(workspace, layout.shifted, torch.int8, (m, k))
-        acc = _view(workspace, layout.acc, torch.int32, (m, n))
-        torch._int_mm(act_q, _rows(weight).t(), out=acc)
+        columns, acc = _rows(weight).t(), _view(workspace, layout.acc, torch.int32, (layout.rows, n))
         shift = 128 if layout.shifts else 0
-        native.epilogue(acc.data_ptr(), scales, sums, shift, _address(out), threads_for(m * n))
+        for first in range(0, m, layout.rows):
+            rows = min(layout.rows, m - first)
+            torch._int_mm(act_q[first : first + rows], columns, out=acc[:rows])
+            native.epilogue(acc.data_ptr(), scales, sums, shift, _address(out), first, rows, threads_for(rows * n))
 
 
 def _overlaps(matrix: Tensor) -> bool:
