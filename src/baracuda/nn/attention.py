@@ -59,8 +59,11 @@ def marked(theirs: Function) -> Function:
     def attention(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
-        how, given = getattr(module, MARK, None), (query, key, value, attention_mask)
-        calls = None if _is_traced() else _recorder.calls
+        given = (query, key, value, attention_mask)
+        if _is_traced():  # what a trace reads is checked before each step: on a GPU nothing
+            how, calls = getattr(module, MARK, None) if query.is_cpu else None, None
+        else:
+            how, calls = module.__dict__.get(MARK), _recorder.calls
         if calls is not None:
             calls[module] = calls.get(module) or _why_not(*given, options)
         elif how == ORDERED:
