@@ -111,8 +111,9 @@ def test_a_step_checks_no_more_tensors_one_by_one_than_that_of_the_float_model(s
     floats, quantized = guards_of(models.build("llama")), guards_of(llama(scheme, fuse=True))
     assert floats.count("NO_TENSOR_ALIASING") == quantized.count("NO_TENSOR_ALIASING") > 0
     read = set(re.findall(r"source=G\['__import_(baracuda[^']*)", quantized))
-    attention = "baracuda_dot_backends_dot_cpu_dot_attention"  # whose calls the kernel takes
-    assert {name.split("_dot_")[1] for name in read - {attention}} == {"nn"}, "a trace reads no tables of the library"
+    # Which calls of attention a kernel takes: once for all layers.
+    attention = {"baracuda_dot_backends_dot_attention", "baracuda_dot_backends_dot_cpu_dot_attention"}
+    assert {name.split("_dot_")[1] for name in read - attention} == {"nn"}, "a trace reads no tables of the library"
 
 
 def test_inductor_compiles_it() -> None:

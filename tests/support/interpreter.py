@@ -47,14 +47,19 @@ def order_sums() -> None:
 
     NumPy leaves it to BLAS, whose kernels for some processors add the rows at the edge of a matrix in another order.
     """
+    from triton import language
     from triton.runtime import interpreter
 
     multiply: Callable[..., Any] = interpreter.InterpreterBuilder.create_dot
 
+    def numbers(x: Any) -> Any:
+        """Of bf16 the interpreter keeps the bits."""
+        return (x.data.astype(np.uint32) << 16).view(np.float32) if x.dtype.scalar is language.bfloat16 else x.data
+
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if d.data.dtype.kind != "f" or a.data.dtype.kind != "f":
+        if d.data.dtype.kind != "f" or numbers(a).dtype.kind != "f":
             return multiply(self, a, b, d, *options)
-        x, y = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        x, y = numbers(a).astype(d.data.dtype), numbers(b).astype(d.data.dtype)
         sums = np.zeros_like(d.data)
         for k in range(x.shape[-1]):
             sums += x[..., :, k, None] * y[..., None, k, :]

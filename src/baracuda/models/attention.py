@@ -1,4 +1,4 @@
-"""Who computes attention in a transformers model on a CPU: found by a pass, and marked in the modules that call it."""
+"""Who computes attention in a transformers model: found by a pass, and marked in the modules that call it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ from ..nn.attention import FASTER, MARK, ORDERED, TORCHS, recording
 from .merge import Inputs, PassError, Passes
 
 _SAID = {
-    FASTER: "is computed by baracuda's kernel where that is faster, not torch's to the last bit",
-    ORDERED: "has one order of summation, whatever the batch, the padding and the number of tokens",
+    ("cpu", FASTER): "is computed by baracuda's kernel where that is faster, not torch's to the last bit",
+    ("cpu", ORDERED): "has one order of summation, whatever the batch, the padding and the number of tokens",
+    (
+        "cuda",
+        FASTER,
+    ): "of single tokens is computed by baracuda's kernel inside torch.compile, not torch's to the last bit",
+    ("cuda", ORDERED): "has one order of summation, whatever the batch, padding on the left and the number of tokens",
 }
 
 
 def switch_attention(model: nn.Module, to: str, inputs: Inputs | None = None) -> dict[str, str]:
-    """Let modules on a CPU that compute attention by torch's take our kernel: those whose calls it takes in a pass.
+    """Let modules that compute attention by torch's take our kernel: those whose calls it takes in a pass.
 
     `inputs` are those of the pass; transformers has its own. Says who computes the attention of which module now.
     Modules that are to keep torch's, or have one order already, do.
     """
     given = inputs if inputs is not None else getattr(model, "dummy_inputs", None)
-    if given is None or any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    kinds = {parameter.device.type for parameter in model.parameters()}
+    if given is None or len(kinds) != 1 or not kinds <= {"cpu", "cuda"}:
         return {}
     try:
         with Passes(model, given) as passes, recording() as called:
@@ -32,7 +38,7 @@ def switch_attention(model: nn.Module, to: str, inputs: Inputs | None = None) ->
         if module in called and called[module] is None and module.__dict__.get(MARK) not in (TORCHS, ORDERED):
             module.__dict__[MARK] = to
         if called.get(module) is None and module.__dict__.get(MARK) == to:
-            switched[name] = _SAID[to]
+            switched[name] = _SAID[next(iter(kinds)), to]
     return switched
 
 

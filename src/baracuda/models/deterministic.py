@@ -67,7 +67,8 @@ def deterministic(
     and no batch changes a bit; norms, silu and gelu are computed by baracuda's kernels, which have one order, with the
     gradients they had; weight-only linears multiply the packed weight whatever the number of rows, which takes longer
     for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention of a transformers
-    model on a CPU is computed by baracuda's kernel, too, padding or not; elsewhere it stays what it is.
+    model is computed by baracuda's kernel, too: on a CPU behind any padding, on a GPU behind padding on the left and in
+    16-bit floats; that takes longer for prompts on a GPU.
     Only modules are judged: a model's own code between them may add up rows as it likes.
     """
     found, unknown = Invariance(), dict[str, str]()

@@ -56,7 +56,8 @@ def fuse_producers(model: nn.Module, inputs: Inputs | None = None) -> Fusion:
     fused norm, and a fused silu, have bits of their own, the same on every device: not torch's to the last bit. A
     product that leaves in floats stays torch's on the CPU for more than 32 rows, where torch is faster.
 
-    On a CPU, attention is one kernel of baracuda, too, in a transformers model that uses torch's ("sdpa").
+    Attention is a kernel of baracuda, too, in a transformers model that uses torch's ("sdpa"): on a CPU, and on a GPU
+    that of single tokens inside torch.compile.
     """
     found = Fusion()
     if any(isinstance(module, Sibling) for module in model.modules()):

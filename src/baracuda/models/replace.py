@@ -107,7 +107,7 @@ def quantize_model(
     `fuse` makes norms, and MLPs with a gate, one kernel, which quantizes what the linears behind it read where a pass
     proves that nothing else reads it, and makes floats elsewhere. The kernels' bits are the same on every device, and
     not those of torch to the last one. They count where no gradients are recorded: elsewhere the modules compute as
-    they did. On a CPU a transformers model also computes attention by baracuda's kernel.
+    they did. A transformers model also computes attention by baracuda's kernel, on a GPU inside torch.compile.
     """
     recipe = Recipe(Choice(live_scheme(scheme), get_method(method)))
     scales, data = input_scales or {}, calibration or {}

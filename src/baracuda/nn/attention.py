@@ -1,8 +1,9 @@
-"""Attention of modules on a CPU by baracuda's kernel, in the place of a function that computes it by torch's.
+"""Attention of modules by baracuda's kernels, in the place of a function that computes it by torch's.
 
-torch's attention of one bf16 token takes ten times as long as ours on a CPU, that of a prompt up to three times, and
-its order of summation depends on the sizes. A module takes the kernel when it is marked; the mark is a string in its
-dictionary, which copies and files keep. `flow.hf.attention` puts the function into transformers' table.
+torch's attention of one bf16 token takes ten times as long as ours on a CPU, that of a prompt up to three times. On a
+GPU it copies keys and values for each head of queries that shares them. And its order of summation depends on the
+sizes. A module takes the kernel when it is marked; the mark is a string in its dictionary, which copies and files keep.
+`flow.hf.attention` puts the function into transformers' table.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd import straight_through
-from ..backends.cpu.attention import attend, declines, is_faster
+from ..backends.attention import attend, declines, is_faster
 from ..dispatch.attention import attention as dispatched
 from .launches import has_tangents, is_plain_call, is_transformed
 
@@ -60,8 +61,8 @@ def marked(theirs: Function) -> Function:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
         given = (query, key, value, attention_mask)
-        if _is_traced():  # what a trace reads is checked before each step: on a GPU nothing
-            how, calls = getattr(module, MARK, None) if query.is_cpu else None, None
+        if _is_traced():
+            how, calls = getattr(module, MARK, None), None
         else:
             how, calls = module.__dict__.get(MARK), _recorder.calls
         if calls is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from baracuda import _cpu
-from baracuda.backends.cpu.attention import attend, declines
+from baracuda.backends.attention import attend, declines
 from baracuda.backends.nonlinearity import F32, _exponential
 
 CHUNK, LANES = 128, 16

@@ -111,7 +111,7 @@ def test_kernels_leave_the_arithmetic_to_numerics(name: str) -> None:
 
 def test_device_code_is_where_the_convention_has_it() -> None:
     families = {name.split("/")[0] for name in KERNELS if "/" in name}
-    assert families == {"elementwise", "dynamic", "learned", "linear", "producers"}
+    assert families == {"attention", "dynamic", "elementwise", "learned", "linear", "producers"}
     for family in families:
         for module in ("kernels.py", "launch.py", "tune.py"):
             assert (FOLDER / family / module).is_file(), f"{family} has no {module}"

@@ -15,6 +15,11 @@ OLDEST = (8, 0)
 
 
 def declines(problem: Problem, device: torch.device) -> str | None:
+    """Why these kernels do not take a problem on `device`."""
+    return cannot_run(device)
+
+
+def cannot_run(device: torch.device) -> str | None:
     """Why these kernels cannot run on `device`."""
     interpreting = os.environ.get("TRITON_INTERPRET") == "1"
     if device.type != "cuda" and not (interpreting and device.type == "cpu"):

@@ -45,8 +45,9 @@ def load(
     `dtype` is the type of what is not quantized; the checkpoint's own unless given. `merge` computes Linears that read
     the same tensor, such as q, k and v, as one, with the same bits; `baracuda.models.merge_siblings(model)` says which.
     `fuse` makes norms and gated MLPs one kernel, which quantizes what it makes where integer linears alone read it;
-    their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are. On a
-    CPU, attention is then baracuda's kernel, too, unless `attn_implementation` is given.
+    their last bits are then not those of torch, and `baracuda.models.fuse_producers(model)` says which they are.
+    Attention is then baracuda's kernel, too, unless `attn_implementation` is given: on a CPU, and on a GPU that of
+    single tokens inside torch.compile.
     `device` is the CPU unless given, or unless `device_map` places the model; that and further options are those of
     transformers' `from_pretrained`.
     """

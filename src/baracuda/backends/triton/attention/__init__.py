@@ -1,0 +1,1 @@
+"""Attention on GPUs: few queries, many keys."""
