@@ -213,5 +213,6 @@ def main(argv: Sequence[str]) -> None:
     rows: list[Row] = []
     for row in measured(options.seconds, options.quick, options.ways, options.variants, options.sizes):
         rows.append(row)
-        write_json(options.json, {"steps": rows, "bars": bars_of(rows)})
+        where = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+        write_json(options.json, {**where, "steps": rows, "bars": bars_of(rows)})
     show_bars(bars_of(rows))

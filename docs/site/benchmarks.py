@@ -259,7 +259,33 @@ def _times(peer: float | None, ours: float) -> str:
     return "" if peer is None else f"{peer / ours:.1f}x"
 
 
+def qat_steps() -> str:
+    """What quantization adds to a training step, from the committed runs of `python -m bench qat_step`."""
+    found = [step for way in ("eager", "compiled") if (run := read(f"qat-step-{way}")) for step in run["steps"]]
+    floats = {(step["way"], step["size"]): step["ms"] for step in found if step["step"] == "float"}
+    rows = [
+        [
+            step["way"],
+            step["size"],
+            step["step"],
+            floats[step["way"], step["size"]],
+            step["ms"],
+            f"{step['added']:+.1f} %",
+        ]
+        for step in found
+        if step["step"] != "float"
+    ]
+    return table(
+        ["way", "width", "forward", "bf16 ms", "ms", "added"], [[*map(_short, row)] for row in rows], range(3, 6)
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value:.1f}" if isinstance(value, float) else str(value)
+
+
 MAKERS: dict[str, Callable[[], str]] = {
+    "qat_steps": qat_steps,
     "bench_cpu": _or_missing("cpu", cpu),
     "bench_gpu": _or_missing("gpu", gpu),
     "bench_gpu_small": _or_missing("gpu-small", small),
