@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import multiprocessing
 
@@ -19,9 +19,29 @@ from baracuda.flow.hf import measure
 
 from ._decoder import Decoders
 
-#: Batch size, and whether the decode step is compiled.
-Job = tuple[int, bool]
-ROUNDS = 5
+
+class Job(NamedTuple):
+    """Decode steps of this many sequences, behind prompts of this many tokens, compiled or not."""
+
+    batch: int
+    compiled: bool
+    length: int = 32
+
+    @property
+    def part(self) -> str:
+        return "decode-compiled" if self.compiled else "decode"
+
+    @property
+    def is_long(self) -> bool:
+        return self.length != Job._field_defaults["length"]
+
+    @property
+    def size(self) -> str:
+        return f"batch {self.batch}" + (f", after {self.length} tokens" if self.is_long else "")
+
+    @property
+    def rounds(self) -> int:
+        return 2 if self.is_long else 5
 
 
 @dataclass(frozen=True)
@@ -79,14 +99,14 @@ def _generate(order: Order, name: str, barrier: Any, goes_on: Any, results: Any)
         barrier.wait()
         if not goes_on.value:
             break
-        batch, compiled = job
+        batch, compiled, length = job
         if compiled:
             measure.forget_compiled(model)
-        ids = measure.prompt(model, batch, 32)
+        ids = measure.prompt(model, batch, length)
         for _ in range(2):
             measure.step_seconds(model, ids, order.tokens, compiled)
         times = []
-        for current in range(ROUNDS * len(order.names)):
+        for current in range(job.rounds * len(order.names)):
             barrier.wait()
             if current % len(order.names) == turn:
                 times.append(median(measure.step_seconds(model, ids, order.tokens, compiled)))

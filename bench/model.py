@@ -22,13 +22,15 @@ import torch
 from baracuda.flow.hf import measure
 
 from . import _busy, _llama_cpp
-from ._apart import Order, decode
+from ._apart import Job, Order, decode
 from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_parts, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
 from .linear import captured
 
 PARTS = ("linears", "prefill", "decode", "decode-compiled")
 PROMPTS = ((1, 512), (1, 2048), (4, 2048))
+#: Compiled steps of so many sequences are also timed behind prompts of so many tokens, where attention reads more.
+LONG_BATCH, LONG = 16, 2048
 #: On the CPU.
 PROMPT = _llama_cpp.PROMPT
 AFTER_PROMPT = f"after {PROMPT} tokens"
@@ -114,14 +116,16 @@ class Run:
 
     def decode_apart(self, parts: Sequence[str]) -> None:
         """Every decode part in processes of their own."""
-        jobs = tuple((batch, part == "decode-compiled") for part in parts for batch in self.batches())
+        jobs = [Job(batch, part == "decode-compiled") for part in parts for batch in self.batches()]
+        if self.on_gpu and "decode-compiled" in parts:
+            jobs += [Job(batch, True, LONG) for batch in self.batches() if batch == LONG_BATCH]
         deadline = time.time() + self.options.seconds - self.elapsed()
         merge, names = not self.options.no_merge, tuple(self.models)
         missing = dict.fromkeys(jobs)
-        for job, seconds in decode(Order(self.decoders, merge, jobs, self.options.tokens, deadline, names)):
-            self.note("decode-compiled" if job[1] else "decode", f"batch {job[0]}", seconds)
+        for job, seconds in decode(Order(self.decoders, merge, tuple(jobs), self.options.tokens, deadline, names)):
+            self.note(job.part, job.size, seconds)
             del missing[job]
-        self.skipped += [f"{'decode-compiled' if job[1] else 'decode'}, batch {job[0]}" for job in missing]
+        self.skipped += [f"{job.part}, {job.size}" for job in missing]
 
     def decode(self, compiled: bool) -> None:
         part = "decode-compiled" if compiled else "decode"
@@ -232,7 +236,7 @@ class Run:
             name, needed = f"{scheme} {part} {size}", None
             if part == "decode" and "busy" not in size:
                 needed = 1.0 if self.on_gpu else CPU_DECODE.get(scheme)
-            elif part == "decode-compiled" and self.on_gpu:
+            elif part == "decode-compiled" and self.on_gpu and "after" not in size:
                 needed = DECODE.get(scheme, {}).get(int(size.split()[-1]))
             elif part == "prefill" and (not self.on_gpu or size == "4 x 2048"):
                 needed = (PREFILL if self.on_gpu else CPU_PREFILL).get(scheme)
