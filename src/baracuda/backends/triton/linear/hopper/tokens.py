@@ -64,13 +64,13 @@ def columns_layout(tokens: int, columns: int, bits: int, warps: int) -> gl.Block
 
 
 @triton.constexpr_function
-def bytes_in_fragments(warps: int, k: int, tokens: int) -> gl.SharedLinearLayout:
-    """`direct.fragments_layout` before `direct.in_order` changed the order of K: where a token's bytes go.
-
-    Eight neighbours along K stay neighbours, the even ones before the odd ones.
+def fragments_layout(warps: int, k: int, tokens: int, ordered: bool) -> gl.SharedLinearLayout:
+    """[warps, k, tokens] as `direct.fragments_layout` has them, or one token alone. K is in the order in which it is
+    multiplied, that of `direct.in_order`, or still in its own: eight neighbours stay neighbours, the even ones first.
     """
-    bases = [[0, k_bit, 0] for k_bit in (2, 4, 1, 8, k // 4, k // 2)] + [[0, 0, token] for token in (1, 2, 4)]
-    bases += [[0, 16, 0]] if k > 64 else []
+    bits = (1, 2, 16, 32, 4, 8, 64) if ordered else (2, 4, 1, 8, k // 4, k // 2, 16)
+    bases = [[0, bit, 0] for bit in bits[:6]] + [[0, 0, token] for token in (1, 2, 4) if token < tokens]
+    bases += [[0, bits[6], 0]] if k > 64 else []
     return gl.SharedLinearLayout(bases + [[1 << i, 0, 0] for i in range(warps.bit_length() - 1)])
 
 
@@ -131,7 +131,8 @@ def quantized_columns(
 
 @gluon.jit
 def repeated(x, AXIS: gl.constexpr, SIZE: gl.constexpr):
-    """x over and over along an axis, the first or the last, until that has SIZE: for products that are dropped."""
+    """x over and over along an axis, the first or the last of three, until that has SIZE: for products that are
+    dropped."""
     if x.shape[AXIS] == SIZE:
         return x
     elif len(x.shape) == 1:
@@ -174,19 +175,31 @@ def folded_tokens(x_ptr, TILE: gl.constexpr, SPAN: gl.constexpr, PAIRS: gl.const
 
 
 @gluon.jit
-def fragment_tokens(x_ptr, TILE: gl.constexpr, FRAGMENTS: gl.constexpr, TOKENS: gl.constexpr):
-    """(a tuple of each warp's chunks of all tokens, as right operands lie; their scales), in shared memory."""
+def fragment_tokens(x_ptr, TILE: gl.constexpr, TOKENS: gl.constexpr):
+    """(a tuple of each warp's chunks of all tokens, as right operands lie; their scales), in shared memory. One token
+    lies there alone: see `operand_of`."""
     WARPS: gl.constexpr = TILE.warps
     SPAN: gl.constexpr = 2 * TILE.k
     CHUNKS: gl.constexpr = TILE.chunks
-    BT: gl.constexpr = TILE.tokens
     ROUND: gl.constexpr = rounded_up(TOKENS.m)
-    BYTES: gl.constexpr = bytes_in_fragments(WARPS, SPAN, BT)
+    KEPT: gl.constexpr = 1 if ROUND == 1 else TILE.tokens
+    WRITTEN: gl.constexpr = fragments_layout(WARPS, SPAN, KEPT, False)
+    READ: gl.constexpr = fragments_layout(WARPS, SPAN, KEPT, True)
     integers, scale = quantized_columns(x_ptr, CHUNKS, WARPS, SPAN, CHUNKS * SPAN, TOKENS)
     rooms = ()
     for c in gl.static_range(CHUNKS):
-        room = gl.allocate_shared_memory(gl.int8, [WARPS, SPAN, BT], BYTES)
-        apart = gl.permute(gl.reshape(integers[c], [ROUND, WARPS, SPAN]), [1, 2, 0])
-        room.store(repeated(apart, 2, BT))
-        rooms = appended(rooms, room._reinterpret(gl.int8, [WARPS, SPAN, BT], FRAGMENTS))
-    return rooms, kept_scales(scale, BT)
+        room = gl.allocate_shared_memory(gl.int8, [WARPS, SPAN, KEPT], WRITTEN)
+        room.store(repeated(gl.permute(gl.reshape(integers[c], [ROUND, WARPS, SPAN]), [1, 2, 0]), 2, KEPT))
+        rooms = appended(rooms, room._reinterpret(gl.int8, [WARPS, SPAN, KEPT], READ))
+    return rooms, kept_scales(scale, TILE.tokens)
+
+
+@gluon.jit
+def operand_of(room, TOKENS: gl.constexpr, LAYOUT: gl.constexpr):
+    """The right operand of a chunk: one token that lies alone stands for all."""
+    x = room.load(LAYOUT)
+    if x.shape[2] == TOKENS:
+        return x
+    else:
+        wide, _ = gl.broadcast(x, gl.zeros([x.shape[0], x.shape[1], TOKENS], gl.int8, LAYOUT))
+        return wide
