@@ -156,9 +156,7 @@ def test_what_cannot_be_read_in_vectors_takes_two_kernels(launched: Launched, ke
     assert assert_reference_bits(launched, problem(2, 24, 576, "s4", 64), activation=x) == ["rows", kernel]
 
 
-def test_other_linears_take_two_kernels(
-    launched: Launched, kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_linears_take_two_kernels(launched: Launched, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(2, 24, 576, "s4", 64)
     others = [replace(p, arithmetic=Arithmetic.RECIPROCAL), problem(5, 24, 576, "s4", 64)]
     for other in others:
@@ -206,8 +204,7 @@ def test_tokens_and_weights_fit_as_often_as_the_tile_says_and_spill_nothing(
     if kernel == "gemm_direct" and weight == "s8":
         pytest.skip("reads packed weights")
     p = problem(m, n, k, weight, group)
-    monkeypatch.setattr(torch.cuda.get_device_properties(GPU), "multi_processor_count", 132, raising=False)
-    monkeypatch.setattr(support, "processors_of", lambda device: 132)
+    monkeypatch.setattr(torch.cuda.get_device_properties(GPU), "multi_processor_count", 132)
     tile = support.quantizing_tile(p, GPU)
     if tile is None:
         assert m > 1 and k > 4096, "a thread would hold more than 128 bytes of activations"

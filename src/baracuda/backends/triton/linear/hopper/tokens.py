@@ -93,7 +93,7 @@ def load_columns(x_ptr, STEP: gl.constexpr, PARTS: gl.constexpr, SPAN: gl.conste
     column = gl.expand_dims(gl.arange(0, PARTS * SPAN, gl.SliceLayout(0, LAYOUT)), 0)
     within = column % SPAN + STEP * SPAN
     at = column // SPAN * STRIDE + within
-    if ROUND == TOKENS.m and STEP * SPAN + SPAN <= STRIDE and PARTS * STRIDE <= K:
+    if TOKENS.m == ROUND and STEP * SPAN + SPAN <= STRIDE and PARTS * STRIDE <= K:
         return gl.load(x_ptr + (token * K + at), cache_modifier=".cg")
     else:
         inside = (token < TOKENS.m) & ((within < STRIDE) & (at < K))
@@ -108,8 +108,8 @@ def quantized_columns(
     RANGE: gl.constexpr = TOKENS.range
     QUANTIZER: gl.constexpr = TOKENS.quantizer
     SCALE: gl.constexpr = scale_type(TOKENS.scale)
-    held = ()
-    for i in gl.static_range(STEPS):
+    held = appended((), load_columns(x_ptr, 0, PARTS, SPAN, STRIDE, TOKENS))
+    for i in gl.static_range(1, STEPS):
         held = appended(held, load_columns(x_ptr, i, PARTS, SPAN, STRIDE, TOKENS))
     highs = comparable(held[0], True)
     for i in gl.static_range(1, STEPS):
