@@ -82,8 +82,8 @@ def appended(values, value):
 @gluon.jit
 def load_columns(x_ptr, STEP: gl.constexpr, PARTS: gl.constexpr, SPAN: gl.constexpr, STRIDE: gl.constexpr,
                  TOKENS: gl.constexpr):  # fmt: skip
-    """The columns of a step of all tokens, [tokens, PARTS * SPAN]; what does not exist is 0. Not by way of L1, which
-    the previous kernel does not write."""
+    """The columns of a step of all tokens, [tokens, PARTS * SPAN]; what does not exist is 0. Behind a part comes the
+    next one, for weights that are 0. Not by way of L1, which the previous kernel does not write."""
     ROUND: gl.constexpr = rounded_up(TOKENS.m)
     K: gl.constexpr = TOKENS.k
     LAYOUT: gl.constexpr = columns_layout(
@@ -91,12 +91,11 @@ def load_columns(x_ptr, STEP: gl.constexpr, PARTS: gl.constexpr, SPAN: gl.conste
     )
     token = gl.expand_dims(gl.arange(0, ROUND, gl.SliceLayout(1, LAYOUT)), 1)
     column = gl.expand_dims(gl.arange(0, PARTS * SPAN, gl.SliceLayout(0, LAYOUT)), 0)
-    within = column % SPAN + STEP * SPAN
-    at = column // SPAN * STRIDE + within
-    if TOKENS.m == ROUND and STEP * SPAN + SPAN <= STRIDE and PARTS * STRIDE <= K:
+    at = column // SPAN * STRIDE + (column % SPAN + STEP * SPAN)
+    if TOKENS.m == ROUND and (PARTS - 1) * STRIDE + STEP * SPAN + SPAN <= K:
         return gl.load(x_ptr + (token * K + at), cache_modifier=".cg")
     else:
-        inside = (token < TOKENS.m) & ((within < STRIDE) & (at < K))
+        inside = (token < TOKENS.m) & (at < K)
         return gl.load(x_ptr + (token * K + at), inside, other=0.0, cache_modifier=".cg")
 
 
