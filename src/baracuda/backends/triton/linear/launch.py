@@ -21,6 +21,9 @@ from ..sources import Either, Source, WorkspaceLayout
 from . import kernels, tune
 from .kernels import Epilogue, Matmul, Shape, Terms
 
+#: The operands of a quantized linear that quantized activations are written to.
+Q_SCRATCH, SCALE_SCRATCH = 7, 8
+
 
 class GemmSources(NamedTuple):
     """Where the arguments of a GEMM with its epilogue come from."""
@@ -47,7 +50,7 @@ def gemm_sources(p: Problem, layout: WorkspaceLayout) -> GemmSources:
     for."""
     if p.op is QuantizeKind.SMOOTHQUANT_LINEAR:
         return GemmSources(0, 1, 2, 3, 4, 5, 6, 7, 9, 8 if p.weight_group else None)
-    q, scale = Either(7, layout["q"]), Either(8, layout["scale"])
+    q, scale = Either(Q_SCRATCH, layout["q"]), Either(SCALE_SCRATCH, layout["scale"])
     return GemmSources(q, scale, layout.get("zero_point"), 1, 2, 3, 4, 5, 9, 6 if p.weight_group else None)
 
 
@@ -82,6 +85,17 @@ def by_zero_point(zero_point: Source, without: Launch, with_it: Launch) -> Launc
         value = operands[zero_point]
         absent = value is None or (isinstance(value, int) and value == 0)
         (without if absent else with_it)(operands, workspace)
+
+    return launch
+
+
+def by_scratch(one: Launch, two: Launch) -> Launch:
+    """The launch of a linear of one kernel, which writes down no quantized activations, or of two if they are asked
+    for."""
+
+    def launch(operands: tuple[Value, ...], workspace: Tensor | None) -> None:
+        asked = operands[Q_SCRATCH] is not None or operands[SCALE_SCRATCH] is not None
+        (two if asked else one)(operands, workspace)
 
     return launch
 

@@ -11,6 +11,7 @@ from ....core.errors import Unsupported
 from ....core.optable import epilogue_formula
 from ....core.problem import Problem, activation_problem
 from ....core.types import (
+    Arithmetic,
     BackendKind,
     DynamicRangeMode,
     ElementKind,
@@ -21,13 +22,16 @@ from ....core.types import (
 from ...registry import choose, contract
 from .. import devices
 from ..tune import processors_of
-from . import tune
+from . import tokens_tune, tune
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 WEIGHT_ONLY = frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR})
 #: Whether packed weights and up to 16 tokens take the kernel of `tune.direct`. Its bits are the reference's where its
 #: PTX is interpreted, but no card has run it yet; without this they take the kernel whose speed was measured.
 TAKES_DIRECT = os.environ.get("BARACUDA_W4A8") == "direct"
+#: Whether the GEMM for the fewest tokens quantizes its activations itself, where `tokens_tune` has a tile for that.
+#: Read when a plan is selected.
+QUANTIZES_TOKENS = True
 
 
 def declines(p: Problem, device: torch.device) -> str | None:
@@ -129,14 +133,29 @@ def few_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
     return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None
 
 
+def quantizing_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
+    """The tile of a linear whose GEMM quantizes the activations itself; None where a kernel before does it."""
+    if not QUANTIZES_TOKENS or p.op is not QuantizeKind.QUANTIZED_LINEAR or p.arithmetic is not Arithmetic.DIVIDE:
+        return None
+    (m, n, k), bytes_each = p.shape, p.element.dtype.itemsize
+    tile = few_tile(p, device)
+    if isinstance(tile, tune.Direct):
+        return tokens_tune.direct(tile, m, k, bytes_each)
+    if tile is None:
+        return None
+    return tokens_tune.few(tile, m, n, k, bytes_each, p.weight.is_packed, processors_of(device))
+
+
 def describe_matmul(p: Problem, device: torch.device) -> str:
     return f"{epilogue_formula(p)}; {tune.portable(p.shape[0]).schedule}"
 
 
 def describe_hopper(p: Problem, device: torch.device) -> str:
     m, n, k = p.shape
-    few = few_tile(p, device)
-    if few is not None:
+    few, quantizing = few_tile(p, device), quantizing_tile(p, device)
+    if quantizing is not None:
+        schedule = f"{quantizing.schedule}; quantizes its tokens, unless they are asked for"
+    elif few is not None:
         schedule = few.schedule
     elif p.weight.is_packed:
         schedule = tune.packed(m, n, k, p.element.dtype.itemsize, processors_of(device)).schedule

@@ -69,7 +69,7 @@ def narrow(y, dtype: tl.constexpr, MAY_BE_NAN: tl.constexpr, COMPUTED: tl.conste
         else:
             half = y.to(dtype).to(tl.int16, bitcast=True)
             if MAY_BE_NAN:  # the conversion makes every NaN 0x7FFF, the largest of all patterns
-                half = tl.minimum(half, tl.full([], nan, tl.int16))
+                half = tl.minimum(half, tl.cast(nan, tl.int16))
         return half.to(dtype, bitcast=True)
     elif MAY_BE_NAN and COMPUTED and dtype == tl.float32 and not INTERPRETED:
         # Arithmetic's NaN is 0x7FFFFFFF, the largest of all integers.

@@ -65,6 +65,15 @@ def pack(
 
 
 @triton.jit
+def low_bytes(bits):
+    """The lowest byte of each int32, four neighbours in a word."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; prmt.b32 a, $1, $2, 0x0040; prmt.b32 b, $3, $4, 0x0040; prmt.b32 $0, a, b, 0x5410; }",
+        "=r,r,r,r,r", [bits], tl.int8, is_pure=True, pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def store_quantized(
     out_ptr, x, rest, place, MASKED: tl.constexpr, PACKED: tl.constexpr, EACH: tl.constexpr, LACKS: tl.constexpr,
     PER_COLUMN: tl.constexpr, COLS: tl.constexpr, VECTOR: tl.constexpr,

@@ -9,14 +9,10 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ....core.types import ElementKind
 from .comparisons import larger
 from .conversions import INF, narrow, widen
 from .division import corrected_twice, divide_by, exact_divide, fused, prepare_positive
 from .rounding import nearest
-
-#: The scale floor of f32, where a kernel is for f32 scales alone; others are told theirs by `Range.smallest`.
-SMALLEST_F32 = tl.constexpr(ElementKind.F32.smallest_scale)
 
 
 class Range(NamedTuple):
@@ -46,10 +42,11 @@ def far_from_zero(low, scale, F64: tl.constexpr):
 
 
 @triton.jit
-def symmetric_scale(high, q_max):
-    """high / q_max in f32 with the scale floor, as stored and as used, for a q_max that only the launch knows; for
-    Gluon kernels."""
-    return stored_scale(exact_divide(high, q_max, False), high == 0, tl.float32, SMALLEST_F32, False)[0]
+def symmetric_scale(high, dtype: tl.constexpr, RANGE: tl.constexpr, QUANTIZER: tl.constexpr):
+    """(scale as stored, as used) of segments with these largest magnitudes, in f32: what `choose_qparams` gives, for
+    Gluon kernels, which create no blocks."""
+    q_max: tl.constexpr = QUANTIZER.q_max * 1.0
+    return stored_scale(exact_divide(high, q_max, False), high == 0, dtype, RANGE.smallest, False)
 
 
 @triton.jit

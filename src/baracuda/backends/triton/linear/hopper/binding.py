@@ -84,12 +84,15 @@ def term_forms(
     return forms, kinds
 
 
-def terms_of(arguments: list[Value], token_axis: int, nonlinearity: Activation) -> tuple[HopperTerms, TermKinds]:
-    """`term_forms` of a GEMM's arguments."""
+def terms_of(
+    arguments: list[Value], token_axis: int, nonlinearity: Activation, given: bool = False
+) -> tuple[HopperTerms, TermKinds]:
+    """`term_forms` of a GEMM's arguments; the tokens' scales may be `given` by the kernel itself."""
     scale, zero_point, weight_scale, bias, residual = (
         arguments[i] for i in (SCALE, ZERO_POINT, WEIGHT_SCALE, BIAS, RESIDUAL)
     )
-    return term_forms(scale, zero_point, weight_scale, bias, token_axis, residual, nonlinearity)
+    forms, kinds = term_forms(scale, zero_point, weight_scale, bias, token_axis, residual, nonlinearity)
+    return forms, kinds._replace(scale="given") if given else kinds
 
 
 def aligned_only(make: Callable[[list[Value]], _host.Kernel]) -> Prepare:

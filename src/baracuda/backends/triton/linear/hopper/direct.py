@@ -19,8 +19,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...numerics.decode import decode_words, even_and_odd_words, factor_in, without_16
-from .few import appended, let_next_kernel_start, prefetch_rows, store, unit_scales, wait_for_previous_kernel
+from .few import let_next_kernel_start, prefetch_rows, store, unit_scales, wait_for_previous_kernel
 from .packed import store_part
+from .tokens import appended, fragment_tokens, operand_of
 
 #: Rows of a tile: those of an instruction.
 ROWS = gl.constexpr(16)
@@ -171,10 +172,10 @@ def multiply_tile(
             following = appended(following, load_weight(w_ptr, later, chunk + c, sizes, TILE))
         for c in gl.static_range(start, ends(start, CHUNKS)):
             if GROUPED:
-                acc = mma_v2(decoded[c - start], tokens[c].load(B), gl.zeros([W, ROWS, BT], gl.int32, MMA))
+                acc = mma_v2(decoded[c - start], operand_of(tokens[c], BT, B), gl.zeros([W, ROWS, BT], gl.int32, MMA))
                 total += acc * gl.expand_dims(factor_in(factors[c // EACH], c % EACH), 2)
             else:
-                total = mma_v2(decoded[c - start], tokens[c].load(B), total)
+                total = mma_v2(decoded[c - start], operand_of(tokens[c], BT, B), total)
     if GROUPED:
         factors = load_factors(factor_ptr, later, chunk, sizes, TILE, gl.SliceLayout(2, MMA))
     return total, (following, factors)
@@ -195,6 +196,7 @@ def gemm_direct(
     CHUNKS: gl.constexpr = TILE.chunks
     AHEAD: gl.constexpr = TILE.ahead
     GROUPED: gl.constexpr = FORM.group > 0
+    TOKENS: gl.constexpr = FORM.tokens
     if FORM.early != "no":
         let_next_kernel_start()
     sizes = Sizes(M=shape.m, N=shape.n, K=shape.k, chunks=shape.k // SPAN)
@@ -212,14 +214,18 @@ def gemm_direct(
     if FORM.early == "copy":
         wait_for_previous_kernel()
 
-    TOKENS: gl.constexpr = words_layout(W, BT, 2 * WORDS)
-    FRAGMENTS: gl.constexpr = fragments_layout(W, SPAN, BT)
     tokens = ()
-    for c in gl.static_range(CHUNKS):  # not by way of L1, which the previous kernel does not write
-        words = load_words(x_ptr, shape.m, chunk + c, shape.k // 4, TOKENS, TILE, ".cg")
-        room = gl.allocate_shared_memory(gl.int8, [W, SPAN, BT], FRAGMENTS)
-        room.store(right(words, B))
-        tokens = appended(tokens, room)
+    kept = None
+    if TOKENS is not None:
+        tokens, kept = fragment_tokens(x_ptr, TILE, TOKENS)
+    else:
+        LAYOUT: gl.constexpr = words_layout(W, BT, 2 * WORDS)
+        FRAGMENTS: gl.constexpr = fragments_layout(W, SPAN, BT)
+        for c in gl.static_range(CHUNKS):  # not by way of L1, which the previous kernel does not write
+            words = load_words(x_ptr, shape.m, chunk + c, shape.k // 4, LAYOUT, TILE, ".cg")
+            room = gl.allocate_shared_memory(gl.int8, [W, SPAN, BT], FRAGMENTS)
+            room.store(right(words, B))
+            tokens = appended(tokens, room)
     SUMS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[2, 1, 0])
     sums = gl.allocate_shared_memory(gl.int32, [W, ROWS, BT], SUMS)
     ADDED: gl.constexpr = gl.BlockedLayout([W, 1, 1], [1, 32 // BT, BT], [1, W, 1], [2, 1, 0])
@@ -230,7 +236,7 @@ def gemm_direct(
             tile = block + i * step
             scales = (0.0, 0.0)
             if TILE.split == 1:
-                scales = unit_scales(tile, ROWS, BT, OUT, terms, shape.m, shape.n, KINDS)
+                scales = unit_scales(tile, ROWS, BT, OUT, terms, shape.m, shape.n, KINDS, kept)
             total, later = multiply_tile(
                 held[0], tile + AHEAD * step, w_ptr, factor_ptr, tokens, chunk, sizes, TILE, MMA, GROUPED
             )

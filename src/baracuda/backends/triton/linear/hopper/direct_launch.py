@@ -34,13 +34,14 @@ from .epilogue import HopperTerms, TermKinds
 from .few import Form
 from .few_launch import FACTORS
 from .packed_launch import sum_of_parts
+from .tokens import Tokens
 
 
 def direct_source(
     tile: tune.Direct, form: Form, out: torch.dtype, forms: HopperTerms, kinds: TermKinds, n: int, k: int
 ) -> GluonASTSource:
     signature = {
-        "x_ptr": "*i32",
+        "x_ptr": POINTERS[out] if form.tokens else "*i32",
         "w_ptr": "*i32",
         "factor_ptr": FACTORS[form.factors],
         "partial_ptr": "*i32",
@@ -67,15 +68,17 @@ def direct_tokens(
     otherwise: Launch,
     tile: tune.Direct,
     early: str,
+    tokens: Tokens | None = None,
 ) -> Launch:
-    """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
+    """`early` says how the weight may be read before the previous kernel ends, `tokens` how the activations are
+    quantized if they are floats (`few.Form`)."""
     m, n, k = p.shape
     group = p.weight_group
 
     def make(arguments: list[Value]) -> _host.Kernel:
-        forms, kinds = terms_of(arguments, 1, p.nonlinearity)
+        forms, kinds = terms_of(arguments, 1, p.nonlinearity, tokens is not None)
         pdl = captures_pdl()
-        form = Form(True, group, early if pdl else "no", together(tile, k) if group else 1)
+        form = Form(True, group, early if pdl else "no", together(tile, k) if group else 1, tokens=tokens)
         source = direct_source(tile, form, p.element.dtype, forms, kinds, n, k)
         made = compiled(source, tile.warps, pdl, tile.thread_registers)
         kernel = loaded(made, tile.grid(n, processors_of(device)))

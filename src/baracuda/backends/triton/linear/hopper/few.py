@@ -7,9 +7,8 @@ more rows to share out and no sums to add up between programs. The products of u
 Packed weights are decoded in registers on the way to the tensor cores.
 """
 
-# Triton compiles `a + (b,)`, and no unpacking in a tuple. A branch on a constexpr must end in `else`: Triton compiles
-# what follows a `return` too.
-# ruff: noqa: RUF005, RET505
+# A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
+# ruff: noqa: RET505
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...numerics.decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_in, factor_offset, without_16
 from .epilogue import completed, read_scales, scaled
+from .tokens import Tokens, appended, folded_tokens
 
 #: Of the program's threads; Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -46,6 +46,8 @@ class Form(NamedTuple):
     factors: int = 1
     #: The weight is decoded to the activations' float type, with scales (`floats.FloatForm`).
     floats: bool = False
+    #: How the kernel quantizes the activations itself; None: they come as integers.
+    tokens: Tokens | None = None
 
 
 class Work(NamedTuple):
@@ -71,13 +73,14 @@ def let_next_kernel_start():
 
 @gluon.jit
 def fetch_weight(place, w_desc, x_desc, w_bufs, full, work):
-    """Start the copy of a step's weights; its barrier will wait for the step's activations too."""
+    """Start the copy of a step's weights; its barrier will wait for the step's activations too, if they are copied."""
     unit, step, stage = place
     live = unit < work.units
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
+    TOKENS: gl.constexpr = 0 if x_desc is None else x_desc.block_type.nbytes
     ready = full.index(stage)
-    mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
+    mbarrier.expect(ready, w_desc.block_type.nbytes + TOKENS, pred=live)
     tma.async_copy_global_to_shared(w_desc, [unit * BN, step * BK], ready, w_bufs.index(stage), pred=live)
 
 
@@ -119,11 +122,6 @@ def prefetch_rows(w_ptr, row, rows, begin, size, LINE, COUNT: gl.constexpr):
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
         [w_ptr + (at.to(gl.int64) * LINE + start) // WIDE, each], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-
-
-@gluon.jit
-def appended(values, value):
-    return values + (value,)
 
 
 @gluon.jit
@@ -263,21 +261,28 @@ def unfolded(acc, FOLD: gl.constexpr):
 
 
 @gluon.jit
-def unit_scales(unit, BN: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr, terms, M, N, KINDS: gl.constexpr):
-    """The scales of a unit's rows of the weight and of the tokens: worth reading before the products are done."""
+def unit_scales(
+    unit, BN: gl.constexpr, BT: gl.constexpr, LAYOUT: gl.constexpr, terms, M, N, KINDS: gl.constexpr, kept=None
+):  # fmt: skip
+    """The scales of a unit's rows of the weight and of the tokens: worth reading before the products are done.
+
+    `kept` are the tokens' scales in shared memory, where the kernel has worked them out."""
     columns = unit * BN + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     tokens = gl.arange(0, BT, gl.SliceLayout(0, LAYOUT))
-    return read_scales(tokens, columns, M, N, terms, None, KINDS)
+    given = None
+    if kept is not None:
+        given = kept.load(gl.SliceLayout(0, LAYOUT))
+    return read_scales(tokens, columns, M, N, terms, given, KINDS)
 
 
 @gluon.jit
-def store(acc, unit, scales, out_ptr, terms, M, N, KINDS: gl.constexpr):
+def store(acc, unit, scales, out_ptr, terms, M, N, KINDS: gl.constexpr, kept=None):
     """Scale and store the sums of a unit's rows of the weight; `scales` may have been read before."""
     LAYOUT: gl.constexpr = acc.type.layout
     BN: gl.constexpr = acc.shape[0]
     BT: gl.constexpr = acc.shape[1]
     if scales is None:
-        scales = unit_scales(unit, BN, BT, LAYOUT, terms, M, N, KINDS)
+        scales = unit_scales(unit, BN, BT, LAYOUT, terms, M, N, KINDS, kept)
     columns = unit * BN + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     tokens = gl.arange(0, BT, gl.SliceLayout(0, LAYOUT))
     y = scaled(acc, tokens, columns, M, N, scales, terms, KINDS)
@@ -291,16 +296,19 @@ def gemm_few(
     x_desc, w_desc, w_ptr, factor_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs."""
+    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs.
+
+    With FORM.tokens, `x_desc` is a pointer to floats, which all programs quantize while their first weights arrive."""
     M, N, K = shape
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
-    BT: gl.constexpr = x_desc.block_type.shape[0]
+    BT: gl.constexpr = TILE.tokens
     STAGES: gl.constexpr = TILE.stages
     FOLD: gl.constexpr = TILE.fold
     WGMMA: gl.constexpr = TILE.wgmma
     PACKED: gl.constexpr = FORM.packed
     GROUP: gl.constexpr = FORM.group
+    TOKENS: gl.constexpr = FORM.tokens
     SPAN: gl.constexpr = 2 * BK if PACKED else BK
     # Weights whose factors lie in one element of `factor_ptr`: those of a step, or a group's.
     COVERS: gl.constexpr = GROUP * factor_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -312,7 +320,6 @@ def gemm_few(
     if FORM.early != "no":
         let_next_kernel_start()
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
-    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, x_desc.block_type.shape[1]], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -329,16 +336,24 @@ def gemm_few(
     if FORM.early == "prefetch":
         prefetch_rows(w_ptr, pid * BN, rows, 0, TILE.ahead * BK, work.columns, BN)
         wait_for_previous_kernel()
+    copied = x_desc
+    if TOKENS is not None:
+        copied = None
     place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
-        fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
+        fetch_weight(place, w_desc, copied, w_bufs, full, work)
         place = following(place, work, STAGES)
     if FORM.early == "copy":
         wait_for_previous_kernel()
-    x_place = (pid, 0, 0)
-    for _ in gl.static_range(STAGES - 1):
-        fetch_tokens(x_place, x_desc, x_bufs, full, work)
-        x_place = following(x_place, work, STAGES)
+    kept = None
+    if TOKENS is not None:
+        x_bufs, kept = folded_tokens(x_desc, TILE, SPAN, PACKED, TOKENS)
+    else:
+        x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, x_desc.block_type.shape[1]], x_desc.layout)
+        x_place = (pid, 0, 0)
+        for _ in gl.static_range(STAGES - 1):
+            fetch_tokens(x_place, x_desc, x_bufs, full, work)
+            x_place = following(x_place, work, STAGES)
 
     stage = 0
     phase = 0
@@ -358,10 +373,12 @@ def gemm_few(
                 next_factors = load_factors(base, k + 1, K, FOLD, GROUP, SPAN)
             mbarrier.wait(full.index(stage), phase)
             barrier()  # all warps are done with the stage before, which is fetched anew
-            fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
-            fetch_tokens(place, x_desc, x_bufs, full, work)
+            fetch_weight(place, w_desc, copied, w_bufs, full, work)
+            if TOKENS is None:
+                fetch_tokens(place, x_desc, x_bufs, full, work)
             place = following(place, work, STAGES)
-            sums = multiply(w_bufs.index(stage), x_bufs.index(stage), sums, factors, WGMMA, PACKED, GROUP)
+            x_at = stage if TOKENS is None else k
+            sums = multiply(w_bufs.index(stage), x_bufs.index(x_at), sums, factors, WGMMA, PACKED, GROUP)
             factors = next_factors
             stage += 1
             if stage == STAGES:
@@ -370,4 +387,4 @@ def gemm_few(
         acc = unfolded(added(sums), FOLD)
         if PACKED and GROUP == 0:
             acc = without_16(acc)
-        store(acc, unit, None, out_ptr, terms, M, N, KINDS)
+        store(acc, unit, None, out_ptr, terms, M, N, KINDS, kept)

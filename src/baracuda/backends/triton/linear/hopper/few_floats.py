@@ -22,18 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...numerics.decode import decode_apart, decode_apart_exactly, halves
 from ..tune import PART_OF_K
-from .few import (
-    appended,
-    barrier,
-    let_next_kernel_start,
-    prefetch_rows,
-    spread,
-    store,
-    wait_for_previous_kernel,
-)
+from .few import barrier, let_next_kernel_start, prefetch_rows, spread, store, wait_for_previous_kernel
 from .floats import load_qparams
 from .packed import store_part
 from .rings import PackedWork
+from .tokens import appended
 
 #: Parts of K are multiples of it.
 PART = gl.constexpr(PART_OF_K)

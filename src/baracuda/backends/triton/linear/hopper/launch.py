@@ -9,10 +9,11 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..... import _host
-from .....core.problem import Problem
+from .....core.problem import Problem, activation_problem
 from .....core.types import DynamicRangeMode, QuantizeKind
 from ....registry import Launch, Value
-from ...launch import ALIGNMENT, Step, finish_parameters, launching, loaded
+from ...dynamic.launch import dynamic_rule, range_config
+from ...launch import ALIGNMENT, POINTERS, Step, finish_parameters, launching, loaded
 from ...sources import Either, Part, WorkspaceLayout
 from ...tune import processors_of
 from .. import tune
@@ -20,13 +21,14 @@ from ..kernels import Shape, sum_rows, sum_tail
 from ..launch import (
     GemmSources,
     activation_layout,
+    by_scratch,
     by_zero_point,
     epilogue,
     gemm_sources,
     portable_gemm,
     quantized_first,
 )
-from ..support import few_tile
+from ..support import few_tile, quantizing_tile
 from ..weight_only_launch import portable
 from .binding import (
     OUTPUT,
@@ -47,6 +49,7 @@ from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
 from .gemm import gemm
 from .packed_launch import many_packed, reserve_parts, weight_only, weight_only_layout
+from .tokens import Tokens
 
 
 def gemm_source(tile: tune.Pingpong, out: torch.dtype, forms: HopperTerms, kinds: TermKinds) -> GluonASTSource:
@@ -92,7 +95,9 @@ def hopper(p: Problem, device: torch.device) -> Launch:
     layout = layout_of(p, device)
     sources = gemm_sources(p, layout)
     gemm = _gemm(p, device, sources, layout, portable_gemm(p, device, sources))
-    return quantized_first(p, device, layout, gemm)
+    two = quantized_first(p, device, layout, gemm)
+    tile = quantizing_tile(p, device)
+    return two if tile is None else by_scratch(_one_kernel(p, device, sources, layout, tile, two), two)
 
 
 def weight_only_workspace(p: Problem, device: torch.device) -> int:
@@ -102,6 +107,22 @@ def weight_only_workspace(p: Problem, device: torch.device) -> int:
 def hopper_weight_only(p: Problem, device: torch.device) -> Launch:
     """A weight-only linear on sm_90; operands that TMA cannot address go to the portable kernel."""
     return weight_only(p, device, portable(p, device))
+
+
+def _one_kernel(
+    p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, tile: tune.Few | tune.Direct, two: Launch
+) -> Launch:
+    """A GEMM that quantizes the activations; operands that it cannot address take `two` kernels.
+
+    The kernel before is anyone's and may have written the weight.
+    """
+    f, early = f._replace(x=0, scale=None, zero_point=None), "prefetch"
+    (m, _, k), rows, scale = p.shape, activation_problem(p), POINTERS[p.scale_element.dtype]
+    rule = dynamic_rule(rows, range_config(rows, device).tile)
+    tokens = Tokens(m, k, rule.range, rule.quantizer, rule.bounds, scale.removeprefix("*"))
+    if isinstance(tile, tune.Direct):
+        return direct_tokens(p, device, f, layout, two, tile, early, tokens)
+    return few_tokens(p, device, f, two, tile, early, tokens)
 
 
 def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, portable: Launch) -> Launch:
