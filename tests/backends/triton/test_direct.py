@@ -12,7 +12,7 @@ from fake_cuda import build
 from launched import Launched, assert_reference_bits
 
 from baracuda import Activation, ElementKind, PerToken, QuantizeKind
-from baracuda.backends.triton.linear import support
+from baracuda.backends.triton.linear import tune
 from baracuda.core.problem import Problem
 from cases import floats
 
@@ -30,7 +30,6 @@ GIVEN, MADE = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LINEAR
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     fake = build(tmp_path_factory)
     fake.set(0, 0, 0)
-    monkeypatch.setattr(support, "TAKES_DIRECT", True)
     return Launched(fake, monkeypatch, PROCESSORS)
 
 
@@ -57,24 +56,20 @@ def test_any_number_of_tokens_and_rows_has_the_bits_of_the_reference(launched: L
     assert_reference_bits(launched, problem(3, 32, 1152, 128))
 
 
-@pytest.mark.parametrize("m, parts", [(5, 1), (13, 2)])
-@pytest.mark.parametrize("k, group", [(14336, 64), (14336, 128), (16384, 0)])
-def test_the_longest_k_has_the_bits_of_the_reference(
-    launched: Launched, m: int, parts: int, k: int, group: int
-) -> None:
-    names = assert_reference_bits(launched, problem(m, 40, k, group))
-    assert names == ["gemm_direct", *["sum_parts"] * (parts > 1)]
+def test_longer_k_and_many_rows_of_many_tokens_take_the_other_kernel() -> None:
+    assert tune.direct(8, 28672, 4096, 128) and tune.direct(16, 8192, 4096, 128)
+    assert not tune.direct(1, 4096, 4224, 128) and not tune.direct(16, 28672, 4096, 128)
 
 
 def test_the_largest_sums_are_exact(launched: Launched) -> None:
     for m, byte in ((5, 0x88), (13, 0x88), (5, 0x77)):
-        x = torch.full((m, 14336), -128, dtype=torch.int8)
-        weight = torch.full((40, 7168), byte, dtype=torch.uint8).view(ElementKind.S4.dtype)
-        factor = torch.full((40, 112), 15, dtype=torch.uint8)
-        assert_reference_bits(launched, problem(m, 40, 14336, 128), act_q=x, weight_q=weight, weight_factor=factor)
+        x = torch.full((m, 4096), -128, dtype=torch.int8)
+        weight = torch.full((40, 2048), byte, dtype=torch.uint8).view(ElementKind.S4.dtype)
+        factor = torch.full((40, 32), 15, dtype=torch.uint8)
+        assert_reference_bits(launched, problem(m, 40, 4096, 128), act_q=x, weight_q=weight, weight_factor=factor)
 
 
-@pytest.mark.parametrize("m, k", [(5, 1152), (16, 1152), (16, 14336)])
+@pytest.mark.parametrize("m, k", [(5, 1152), (16, 1152), (16, 4096)])
 @pytest.mark.parametrize("element", ["bf16", "f16"])
 def test_activations_that_are_quantized_right_before_have_the_bits_of_the_reference(
     launched: Launched, element: str, m: int, k: int
@@ -98,8 +93,8 @@ ENDS = [
     ("bf16", Activation.GELU, "tensor", 3, 1152),
     ("f16", Activation.SILU, "number", 16, 1152),
     ("f32", Activation.RELU, "input_type", 3, 1152),
-    ("f32", Activation.GELU, "tensor", 16, 14336),
-    ("bf16", Activation.SILU, "number", 16, 14336),
+    ("f32", Activation.GELU, "tensor", 16, 4096),
+    ("bf16", Activation.SILU, "number", 16, 4096),
 ]
 
 

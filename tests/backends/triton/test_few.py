@@ -11,6 +11,7 @@ from fake_cuda import build
 from launched import CPU, Launched, assert_reference_bits, interpreted
 
 from baracuda import BackendKind, ElementKind, PlanPreference, QuantizeKind
+from baracuda.backends.triton.linear import tune
 from baracuda.core.optable import OPS
 from baracuda.core.packing import unpack_int4
 from baracuda.core.problem import Problem
@@ -28,6 +29,7 @@ GIVEN, MADE, FLOAT = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LIN
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
     fake = build(tmp_path_factory)
     fake.set(0, 0, 0)
+    monkeypatch.setattr(tune, "direct", lambda *_: None)  # which has tests of its own
     return Launched(fake, monkeypatch, processors=1)
 
 

@@ -161,8 +161,7 @@ def compile_direct(m, n, k, group, early="copy"):
     return tile, triton.compile(source, target=HOPPER, options=options | {"maxnreg": tile.thread_registers})
 
 
-DIRECT = [(1, 28672, 4096, 128), (16, 28672, 4096, 128), (16, 4096, 4096, 64), (8, 8192, 8192, 128)]
-DIRECT += [(1, 4096, 14336, 128), (16, 4096, 14336, 128), (5, 576, 576, 64), (9, 264, 1536, 0)]
+DIRECT = [(1, 28672, 4096, 128), (16, 6144, 4096, 128), (16, 4096, 4096, 64), (5, 576, 576, 64), (9, 264, 1536, 0)]
 
 
 @pytest.mark.parametrize("m, n, k, group", DIRECT)
@@ -191,19 +190,17 @@ def test_a_weight_comes_into_registers_early_only_where_it_may(early) -> None:
 
 
 @pytest.mark.parametrize("m", [1, 8, 9, 16])
-@pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 64), (136, 6208), (8, 16384)])
+@pytest.mark.parametrize("n, k", [(4096, 4096), (28672, 4096), (4096, 14336), (8, 64), (136, 3136), (8, 4096)])
 @pytest.mark.parametrize("group", [0, 64, 128])
 def test_warps_share_out_all_of_k_and_programs_all_tiles(m, n, k, group) -> None:
     span = group or 128
     tile = linear_tune.direct(m, n, k, group)
-    if k % span:
+    if k % span or k > 4096 or (m > 8 and n * k > 2**25):
         assert tile is None
         return
-    covered = tile.chunks * tile.warps * tile.split * span
+    covered = tile.chunks * tile.warps * span
     assert m <= tile.tokens and k <= covered and tile.whole == (k == covered)
-    assert (tile.split - 1) * tile.chunks * tile.warps * span < k, "no part is without work"
-    programs = tile.grid(n, 132)
-    assert programs % tile.split == 0 and 0 < programs <= 132 * tile.programs
+    assert 0 < tile.grid(n, 132) <= 132 * tile.programs
     # A warp's sum of weights times 16 and factors is exact in int32.
     assert 15 * 16 * 8 * 128 * tile.chunks * span < 2**31
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import torch
@@ -26,9 +25,6 @@ from . import tokens_tune, tune
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 WEIGHT_ONLY = frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR})
-#: Whether packed weights and up to 16 tokens take the kernel of `tune.direct`. Its bits are the reference's where its
-#: PTX is interpreted, but no card has run it yet; without this they take the kernel whose speed was measured.
-TAKES_DIRECT = os.environ.get("BARACUDA_W4A8") == "direct"
 #: Whether the GEMM for the fewest tokens quantizes its activations itself, where `tokens_tune` has a tile for that.
 #: Read when a plan is selected.
 QUANTIZES_TOKENS = True
@@ -127,7 +123,7 @@ def few_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         return None
     m, n, k = p.shape
-    if TAKES_DIRECT and p.weight.is_packed and (direct := tune.direct(m, n, k, p.weight_group)) is not None:
+    if p.weight.is_packed and (direct := tune.direct(m, n, k, p.weight_group)) is not None:
         return direct
     tile = tune.few(m, n, k, p.weight.is_packed, p.weight_group, processors_of(device))
     return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None

@@ -39,7 +39,7 @@ def few(tile: tune.Few, m: int, n: int, k: int, element_bytes: int, packed: bool
 
 def direct(tile: tune.Direct, m: int, k: int, element_bytes: int) -> tune.Direct | None:
     """The tile of a direct GEMM that quantizes, the one it has anyway; None where a kernel before does it."""
-    return tile if m <= TOKENS and tile.split == 1 and holds(m, k, element_bytes, tile.warps) else None
+    return tile if m <= TOKENS and holds(m, k, element_bytes, tile.warps) else None
 
 
 def steps(tile: tune.Few, k: int, packed: bool) -> int:

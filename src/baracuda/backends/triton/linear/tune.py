@@ -179,47 +179,34 @@ class Direct:
     programs: int
     #: All warps have all their chunks.
     whole: bool
-    #: Tiles whose weights are on their way while one is multiplied.
-    ahead: int = 1
-    #: K is cut into this many parts, whose sums a second kernel adds.
-    split: int = 1
 
     @property
     def schedule(self) -> str:
-        parts = f", K in {self.split}" if self.split > 1 else ""
-        return f"16 rows x {self.tokens} tokens, {self.warps} warps share out K{parts}"
-
-    @property
-    def apart(self) -> bool:
-        return self.split > 1
+        return f"16 rows x {self.tokens} tokens, {self.warps} warps share out K"
 
     @property
     def thread_registers(self) -> int:
         return min(65536 // self.programs // (32 * self.warps) // 8 * 8, 248)
 
     def grid(self, n: int, processors: int) -> int:
-        """Programs that all have the same number of tiles, but for the last; those of a tile's parts are neighbours."""
+        """Programs that all have the same number of tiles, but for the last."""
         tiles = -(-n // 16)
-        rounds = -(-tiles * self.split // (self.programs * processors))
-        return -(-tiles // rounds) * self.split
+        return -(-tiles // -(-tiles // (self.programs * processors)))
 
 
-#: The longest K of the activations that a program of `Direct` keeps.
-DIRECT_K = 16384
+#: Each program of `Direct` reads and keeps all activations: for longer K, `Few` is faster.
+DIRECT_K = 4096
 
 
 def direct(m: int, n: int, k: int, group: int) -> Direct | None:
-    """The schedule of a packed weight and the fewest tokens; None where it does not fit."""
+    """The schedule of a packed weight and the fewest tokens; None where it does not fit or `few` is faster."""
     span = group or 128
-    if m > 16 or k > DIRECT_K or span not in (64, 128) or k % span:
+    if k > DIRECT_K or span not in (64, 128) or k % span or m > (16 if n * k <= 2**25 else 8):
         return None
-    tokens, split, warps, programs = 8, 1, 8, 2 if k <= DIRECT_K // 4 else 1
-    if m > 8:
-        # Twice the activations are kept.
-        tokens, split = 16, 1 if k <= DIRECT_K // 2 else 2
-        warps, programs = (8, 2) if k <= DIRECT_K // 4 and n * k > 2**25 else (16, 1)
-    chunks = -(-k // (span * warps * split))
-    return Direct(tokens, span // 2, chunks, warps, programs, chunks * span * warps * split == k, 1, split)
+    # Twice the activations are kept for more than 8 tokens.
+    tokens, warps, programs = (8, 8, 2) if m <= 8 else (16, 16, 1)
+    chunks = -(-k // (span * warps))
+    return Direct(tokens, span // 2, chunks, warps, programs, chunks * span * warps == k)
 
 
 def few_takes_groups(tile: Few, group: int) -> bool:

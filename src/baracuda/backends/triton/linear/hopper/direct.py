@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...numerics.decode import decode_words, even_and_odd_words, factor_in, without_16
 from .few import let_next_kernel_start, prefetch_rows, store, unit_scales, wait_for_previous_kernel
-from .packed import store_part
 from .tokens import appended, fragment_tokens, operand_of
 
 #: Rows of a tile: those of an instruction.
@@ -122,7 +121,7 @@ def load_weight(w_ptr, tile, chunk, sizes, TILE: gl.constexpr):
 
 
 @gluon.jit
-def load_factors(factor_ptr, tile, chunk, sizes, TILE: gl.constexpr, LAYOUT: gl.constexpr):
+def load_factors(factor_ptr, tile, sizes, TILE: gl.constexpr, LAYOUT: gl.constexpr):
     """A tuple of the factors of a tile, as many in an element as `factor_ptr` holds; any behind the end."""
     EACH: gl.constexpr = factor_ptr.dtype.element_ty.primitive_bitwidth // 8
     row = gl.minimum(tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT)), sizes.N - 1)
@@ -130,28 +129,28 @@ def load_factors(factor_ptr, tile, chunk, sizes, TILE: gl.constexpr, LAYOUT: gl.
     COUNT: gl.constexpr = TILE.chunks // EACH
     found = ()
     for i in gl.static_range(COUNT):
-        at = gl.minimum((chunk + warp * TILE.chunks) // EACH + i, sizes.chunks // EACH - 1)
+        at = gl.minimum(warp * TILE.chunks // EACH + i, sizes.chunks // EACH - 1)
         place = gl.expand_dims(row * (sizes.chunks // EACH), 0) + gl.expand_dims(at, 1)
         found = appended(found, gl.load(factor_ptr + place).to(gl.int32))
     return found
 
 
 @gluon.jit
-def load_tile(w_ptr, factor_ptr, tile, chunk, sizes, TILE: gl.constexpr, MMA: gl.constexpr, GROUPED: gl.constexpr):
+def load_tile(w_ptr, factor_ptr, tile, sizes, TILE: gl.constexpr, MMA: gl.constexpr, GROUPED: gl.constexpr):
     """A tile's words, a tuple of each warp's chunks, and its factors."""
     CHUNKS: gl.constexpr = TILE.chunks
     ring = ()
     for c in gl.static_range(CHUNKS):
-        ring = appended(ring, load_weight(w_ptr, tile, chunk + c, sizes, TILE))
+        ring = appended(ring, load_weight(w_ptr, tile, c, sizes, TILE))
     factors = (0,)
     if GROUPED:
-        factors = load_factors(factor_ptr, tile, chunk, sizes, TILE, gl.SliceLayout(2, MMA))
+        factors = load_factors(factor_ptr, tile, sizes, TILE, gl.SliceLayout(2, MMA))
     return ring, factors
 
 
 @gluon.jit
 def multiply_tile(
-    held, later, w_ptr, factor_ptr, tokens, chunk, sizes, TILE: gl.constexpr, MMA: gl.constexpr, GROUPED: gl.constexpr
+    held, later, w_ptr, factor_ptr, tokens, sizes, TILE: gl.constexpr, MMA: gl.constexpr, GROUPED: gl.constexpr
 ):  # fmt: skip
     """The sums of the warps' chunks of a tile that is `held`, 16 times as large, and the tile `later` in its place."""
     W: gl.constexpr = TILE.warps
@@ -169,7 +168,7 @@ def multiply_tile(
             decoded = appended(decoded, left(ring[c], A))
         # The registers are free again: the later tile's words come into them.
         for c in gl.static_range(start, ends(start, CHUNKS)):
-            following = appended(following, load_weight(w_ptr, later, chunk + c, sizes, TILE))
+            following = appended(following, load_weight(w_ptr, later, c, sizes, TILE))
         for c in gl.static_range(start, ends(start, CHUNKS)):
             if GROUPED:
                 acc = mma_v2(decoded[c - start], operand_of(tokens[c], BT, B), gl.zeros([W, ROWS, BT], gl.int32, MMA))
@@ -177,16 +176,15 @@ def multiply_tile(
             else:
                 total = mma_v2(decoded[c - start], operand_of(tokens[c], BT, B), total)
     if GROUPED:
-        factors = load_factors(factor_ptr, later, chunk, sizes, TILE, gl.SliceLayout(2, MMA))
+        factors = load_factors(factor_ptr, later, sizes, TILE, gl.SliceLayout(2, MMA))
     return total, (following, factors)
 
 
 @gluon.jit
 def gemm_direct(
-    x_ptr, w_ptr, factor_ptr, partial_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
-    KINDS: gl.constexpr,
+    x_ptr, w_ptr, factor_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr, KINDS: gl.constexpr
 ):  # fmt: skip
-    """A program has every so manieth tile, over one of TILE.split parts of K. Sums of parts are stored as they are."""
+    """A program has every so manieth tile."""
     W: gl.constexpr = gl.num_warps()
     BT: gl.constexpr = TILE.tokens
     SPAN: gl.constexpr = 2 * TILE.k
@@ -194,23 +192,17 @@ def gemm_direct(
     B: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=4)
     WORDS: gl.constexpr = TILE.k // 4
     CHUNKS: gl.constexpr = TILE.chunks
-    AHEAD: gl.constexpr = TILE.ahead
     GROUPED: gl.constexpr = FORM.group > 0
     TOKENS: gl.constexpr = FORM.tokens
     if FORM.early != "no":
         let_next_kernel_start()
     sizes = Sizes(M=shape.m, N=shape.n, K=shape.k, chunks=shape.k // SPAN)
-    pid = gl.program_id(0)
-    part = pid % TILE.split
-    chunk = part * (W * CHUNKS)
-    first = pid // TILE.split
-    step = gl.num_programs(0) // TILE.split
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
     if FORM.early == "prefetch":
-        prefetch_rows(w_ptr, first * ROWS, shape.n, chunk * TILE.k, W * CHUNKS * TILE.k, shape.k // 2, ROWS)
+        prefetch_rows(w_ptr, first * ROWS, shape.n, 0, W * CHUNKS * TILE.k, shape.k // 2, ROWS)
         wait_for_previous_kernel()
-    held = appended((), load_tile(w_ptr, factor_ptr, first, chunk, sizes, TILE, MMA, GROUPED))
-    for ahead in gl.static_range(1, AHEAD):
-        held = appended(held, load_tile(w_ptr, factor_ptr, first + ahead * step, chunk, sizes, TILE, MMA, GROUPED))
+    held = load_tile(w_ptr, factor_ptr, first, sizes, TILE, MMA, GROUPED)
     if FORM.early == "copy":
         wait_for_previous_kernel()
 
@@ -222,7 +214,7 @@ def gemm_direct(
         LAYOUT: gl.constexpr = words_layout(W, BT, 2 * WORDS)
         FRAGMENTS: gl.constexpr = fragments_layout(W, SPAN, BT)
         for c in gl.static_range(CHUNKS):  # not by way of L1, which the previous kernel does not write
-            words = load_words(x_ptr, shape.m, chunk + c, shape.k // 4, LAYOUT, TILE, ".cg")
+            words = load_words(x_ptr, shape.m, c, shape.k // 4, LAYOUT, TILE, ".cg")
             room = gl.allocate_shared_memory(gl.int8, [W, SPAN, BT], FRAGMENTS)
             room.store(right(words, B))
             tokens = appended(tokens, room)
@@ -230,20 +222,8 @@ def gemm_direct(
     sums = gl.allocate_shared_memory(gl.int32, [W, ROWS, BT], SUMS)
     ADDED: gl.constexpr = gl.BlockedLayout([W, 1, 1], [1, 32 // BT, BT], [1, W, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, ADDED)
-    tiles = gl.cdiv(shape.n, ROWS)
-    for block in range(first, tiles, AHEAD * step):
-        for i in gl.static_range(AHEAD):
-            tile = block + i * step
-            scales = (0.0, 0.0)
-            if TILE.split == 1:
-                scales = unit_scales(tile, ROWS, BT, OUT, terms, shape.m, shape.n, KINDS, kept)
-            total, later = multiply_tile(
-                held[0], tile + AHEAD * step, w_ptr, factor_ptr, tokens, chunk, sizes, TILE, MMA, GROUPED
-            )
-            held = appended(held[1:], later)
-            sums.store(without_16(total))
-            acc = gl.sum(sums.load(ADDED), axis=0)
-            if TILE.split == 1:
-                store(acc, tile, scales, out_ptr, terms, shape.m, shape.n, KINDS)
-            else:
-                store_part(acc, part, 0, tile * ROWS, sizes, partial_ptr, False)
+    for tile in range(first, gl.cdiv(shape.n, ROWS), step):
+        scales = unit_scales(tile, ROWS, BT, OUT, terms, shape.m, shape.n, KINDS, kept)
+        total, held = multiply_tile(held, tile + step, w_ptr, factor_ptr, tokens, sizes, TILE, MMA, GROUPED)
+        sums.store(without_16(total))
+        store(gl.sum(sums.load(ADDED), axis=0), tile, scales, out_ptr, terms, shape.m, shape.n, KINDS)

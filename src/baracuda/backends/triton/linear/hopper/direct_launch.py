@@ -11,15 +11,13 @@ from ..... import _host
 from .....core.problem import Problem
 from ....registry import Launch, Value
 from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
-from ...sources import WorkspaceLayout
 from ...tune import processors_of
 from .. import tune
 from ..kernels import Shape
-from ..launch import GemmSources, epilogue
+from ..launch import GemmSources
 from .binding import (
     FACTOR,
     OUTPUT,
-    PARTS,
     VECTORS,
     WEIGHT,
     X,
@@ -33,7 +31,6 @@ from .direct import gemm_direct
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
 from .few_launch import FACTORS
-from .packed_launch import sum_of_parts
 from .tokens import Tokens
 
 
@@ -44,7 +41,6 @@ def direct_source(
         "x_ptr": POINTERS[out] if form.tokens else "*i32",
         "w_ptr": "*i32",
         "factor_ptr": FACTORS[form.factors],
-        "partial_ptr": "*i32",
         "out_ptr": POINTERS[out],
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
@@ -64,7 +60,6 @@ def direct_tokens(
     p: Problem,
     device: torch.device,
     f: GemmSources,
-    layout: WorkspaceLayout,
     otherwise: Launch,
     tile: tune.Direct,
     early: str,
@@ -82,11 +77,9 @@ def direct_tokens(
         source = direct_source(tile, form, p.element.dtype, forms, kinds, n, k)
         made = compiled(source, tile.warps, pdl, tile.thread_registers)
         kernel = loaded(made, tile.grid(n, processors_of(device)))
-        for argument in (X, WEIGHT, FACTOR, PARTS, OUTPUT):
+        for argument in (X, WEIGHT, FACTOR, OUTPUT):
             kernel.address(argument)
         term_parameters(kernel)
         return finish_parameters(kernel, m, n, k)
 
-    parts = layout.get("parts")
-    then = sum_of_parts(p, device, tile, parts, epilogue(p), f)
-    return launching(device, (*f, parts), aligned_only(make), (*VECTORS, FACTOR), then, otherwise)
+    return launching(device, f, aligned_only(make), (*VECTORS, FACTOR), None, otherwise)

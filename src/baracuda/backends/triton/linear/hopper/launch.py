@@ -75,7 +75,8 @@ def layout_of(p: Problem, device: torch.device) -> WorkspaceLayout:
     if p.mode is DynamicRangeMode.ASYMMETRIC:
         layout.reserve("sums", torch.int32, n)
     elif (few := few_tile(p, device)) is not None:
-        reserve_parts(layout, p, few, device)
+        if isinstance(few, tune.Few):
+            reserve_parts(layout, p, few, device)
     elif p.weight.is_packed:
         reserve_parts(layout, p, tune.packed(m, n, k, p.element.dtype.itemsize, processors), device)
     else:
@@ -97,7 +98,7 @@ def hopper(p: Problem, device: torch.device) -> Launch:
     gemm = _gemm(p, device, sources, layout, portable_gemm(p, device, sources))
     two = quantized_first(p, device, layout, gemm)
     tile = quantizing_tile(p, device)
-    return two if tile is None else by_scratch(_one_kernel(p, device, sources, layout, tile, two), two)
+    return two if tile is None else by_scratch(_one_kernel(p, device, sources, tile, two), two)
 
 
 def weight_only_workspace(p: Problem, device: torch.device) -> int:
@@ -109,9 +110,7 @@ def hopper_weight_only(p: Problem, device: torch.device) -> Launch:
     return weight_only(p, device, portable(p, device))
 
 
-def _one_kernel(
-    p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, tile: tune.Few | tune.Direct, two: Launch
-) -> Launch:
+def _one_kernel(p: Problem, device: torch.device, f: GemmSources, tile: tune.Few | tune.Direct, two: Launch) -> Launch:
     """A GEMM that quantizes the activations; operands that it cannot address take `two` kernels.
 
     The kernel before is anyone's and may have written the weight.
@@ -121,7 +120,7 @@ def _one_kernel(
     rule = dynamic_rule(rows, range_config(rows, device).tile)
     tokens = Tokens(m, k, rule.range, rule.quantizer, rule.bounds, scale.removeprefix("*"))
     if isinstance(tile, tune.Direct):
-        return direct_tokens(p, device, f, layout, two, tile, early, tokens)
+        return direct_tokens(p, device, f, two, tile, early, tokens)
     return few_tokens(p, device, f, two, tile, early, tokens)
 
 
@@ -134,7 +133,7 @@ def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLay
         early = "copy" if p.op is QuantizeKind.QUANTIZED_LINEAR else "prefetch"
         few = few_tile(p, device)
         if isinstance(few, tune.Direct):
-            symmetric = direct_tokens(p, device, plain, layout, portable, few, early)
+            symmetric = direct_tokens(p, device, plain, portable, few, early)
         elif few is not None:
             symmetric = few_tokens(p, device, plain, portable, few, early)
         elif p.weight.is_packed:

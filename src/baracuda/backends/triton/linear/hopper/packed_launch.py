@@ -80,9 +80,7 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     return finish_parameters(kernel, m, n, k)
 
 
-def reserve_parts(
-    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | tune.Direct, device: torch.device
-) -> None:
+def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few, device: torch.device) -> None:
     """Room for the sums of parts of K: all of them, or those that a program adds to."""
     m, n, _ = p.shape
     dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
@@ -95,7 +93,7 @@ def reserve_parts(
 def sum_of_parts(
     p: Problem,
     device: torch.device,
-    tile: tune.Packed | tune.Few | tune.Direct,
+    tile: tune.Packed | tune.Few,
     parts: Part | None,
     epilogue: Epilogue,
     f: GemmSources,
