@@ -19,6 +19,7 @@ from .. import tune
 from ..kernels import Epilogue, Shape, sum_parts
 from ..launch import GemmSources, epilogue
 from ..support import weight_only_tile
+from ..tune_floats import DirectFloats
 from .binding import (
     FACTOR,
     OUTPUT,
@@ -35,6 +36,7 @@ from .binding import (
     term_parameters,
     terms_of,
 )
+from .direct_floats_launch import direct_floats, direct_floats_source
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
 from .few_launch import few_floats, few_floats_source
@@ -81,7 +83,7 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
 
 
 def reserve_parts(
-    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | tune.Direct, device: torch.device
+    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | tune.Direct | DirectFloats, device: torch.device
 ) -> None:
     """Room for the sums of parts of K: all of them, or those that a program adds to."""
     m, n, _ = p.shape
@@ -95,7 +97,7 @@ def reserve_parts(
 def sum_of_parts(
     p: Problem,
     device: torch.device,
-    tile: tune.Packed | tune.Few | tune.Direct,
+    tile: tune.Packed | tune.Few | tune.Direct | DirectFloats,
     parts: Part | None,
     epilogue: Epilogue,
     f: GemmSources,
@@ -142,7 +144,7 @@ def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
 
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
-    m, n, _ = p.shape
+    m, n, k = p.shape
     tile = weight_only_tile(p, device)
 
     def make(arguments: list[Value]) -> _host.Kernel:
@@ -158,6 +160,9 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
         scales = POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32"
         zeros = "*u8" if zero_point is None else "*i32"
         element = p.element.dtype
+        if isinstance(tile, DirectFloats):
+            source = direct_floats_source(tile, form, element, forms, kinds, n, k, scales, zeros)
+            return direct_floats(p, tile, source, device)
         if isinstance(tile, tune.Few):
             return few_floats(p, tile, few_floats_source(tile, form, element, forms, kinds, n, scales, zeros), device)
         source = packed_source(tile, form, element, element, forms, kinds, scales, zeros)
