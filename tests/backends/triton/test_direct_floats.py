@@ -66,21 +66,66 @@ def output(launched: Launched, p: Problem, given: list[Any], names: list[str]) -
 def assert_bits_of_other_kernels(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, p: Problem, given: list[Any], tokens: tuple[int, ...]
 ) -> None:
-    """Rows of the kernel with decoding warps are those of this one for every number of tokens."""
+    """Rows are those of the kernel with a ring, which multiplies by warp groups, for every number of tokens."""
     _, n, k = p.shape
     with monkeypatch.context() as patch:
         patch.setattr(support, "TAKES_DIRECT_FLOATS", False)
-        patch.setattr(tune, "few_floats", lambda *sizes: None)
         split = tune.weight_only_split(n, k, PROCESSORS)
         p16 = replace(p, shape=(16, n, k))
-        wanted = output(launched, p16, given, ["gemm_packed", *["sum_parts"] * (split > 1)])
+        wanted = output(launched, p16, given, ["gemm_few_floats", *["sum_parts"] * (split > 1)])
     assert bool(wanted.isfinite().all()) and bool((wanted != 0).any())
     for m in tokens:
         got = output(launched, replace(p, shape=(m, n, k)), given, ["gemm_direct_floats"])
         assert torch.equal(got.view(torch.int16), wanted[:m].view(torch.int16)), m
 
 
-@pytest.mark.parametrize("k, group", [(128, 0), (512, 128)])
-def test_first(launched, monkeypatch, k, group) -> None:
-    p = problem(1, 24, k, group)
-    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), (1, 3, 8, 16))
+#: N, K, group, tokens: K within a chunk, in one, two and four parts, with parts that differ, and several turns.
+SIZES = [
+    (24, 32, 0, (1, 9)),
+    (24, 128, 0, (1, 16)),
+    (24, 416, 32, (3, 12)),
+    (40, 512, 128, (1, 3, 8, 16)),
+    (264, 512, 64, (2, 11)),
+    (24, 2048, 128, (5, 16)),
+    (136, 2176, 0, (7,)),
+    (24, 2560, 256, (1, 10)),
+    (40, 4096, 128, (2, 9)),
+    (40, 4096, 32, (1,)),
+    (24, 4352, 64, (4, 13)),
+]
+
+
+@pytest.mark.parametrize("n, k, group, tokens", SIZES)
+def test_a_row_has_the_bits_of_the_other_kernels(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, n: int, k: int, group: int, tokens: tuple[int, ...]
+) -> None:
+    p = problem(1, n, k, group)
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), tokens)
+
+
+def test_a_row_has_the_same_bits_for_every_number_of_tokens(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = problem(1, 72, 1024, 128)
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), tuple(range(1, 17)))
+
+
+@pytest.mark.parametrize("weight, element, zero_points, wide", [
+    ("s4", "f16", False, False), ("u4", "bf16", True, False), ("u4", "f16", False, True), ("s4", "bf16", True, True),
+])  # fmt: skip
+@pytest.mark.parametrize("k, group", [(1024, 128), (2048, 32), (320, 0)])
+def test_every_weight_has_the_bits_of_the_other_kernels(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, weight: str, element: str, zero_points: bool, wide: bool,
+    k: int, group: int,
+) -> None:  # fmt: skip
+    p = problem(1, 40, k, group, weight, element)
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p, zero_points, wide), (3, 16))
+
+
+@pytest.mark.parametrize("k", [512, 2048])
+@pytest.mark.parametrize("nonlinearity", [Activation.NONE, Activation.GELU, Activation.SILU])
+def test_every_end_has_the_bits_of_the_other_kernels(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, nonlinearity: Activation, k: int
+) -> None:
+    p = replace(problem(1, 40, k, 128), nonlinearity=nonlinearity)
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p, ends=True), (2, 9))

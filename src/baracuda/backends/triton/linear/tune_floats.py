@@ -67,15 +67,13 @@ def direct_floats(
     if m > 16 or k % 32 or not (group in (32, 64) or group % CHUNK == 0):
         return None
     split = weight_only_split(n, k, processors)
-    part = -(-k // split // PART_OF_K) * (PART_OF_K // CHUNK) if split > 1 else -(-k // CHUNK)
-    if split > 1:
-        part = -(-(-(-k // split)) // PART_OF_K) * (PART_OF_K // CHUNK)
-    whole = part * CHUNK * split == k
+    part = -(-k // CHUNK) if split == 1 else -(-k // (split * PART_OF_K)) * (PART_OF_K // CHUNK)
     tiles = -(-(-(-n // 16)) // min(processors, -(-n // 16)))
     groups = groups or min(power_of_two(tiles), 16 // split)
     warps = groups * split
     depth = depth or _depth(part, 8 if warps > 8 else 14)
     steps = -(-part // depth)
+    whole = part * CHUNK * split == k and part == steps * depth
     once = steps == 1 and tiles <= groups
     together = 1
     if whole and 0 < group <= CHUNK:

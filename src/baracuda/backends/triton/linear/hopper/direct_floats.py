@@ -123,20 +123,20 @@ def apart(values):
 
 @gluon.jit
 def load_words(w_ptr, tile, chunk, inner, work, LAYOUT: gl.constexpr, TILE: gl.constexpr):
-    """A chunk of each warp, of the program's tile `tile` and those behind it. Of rows that it has not, anything; 0
-    behind the end of K."""
+    """A chunk of each warp, of the program's tile `tile` and those behind it; 0 behind the end of K. Of rows that the
+    program has not, anything: all warps without work read the same row."""
     warp = along(0, LAYOUT)
     thread = along(2, LAYOUT)
     line = work.K // 8
-    row = work.row + (tile + warp % TILE.groups) * ROWS + along(1, LAYOUT)
+    row = gl.minimum(work.row + (tile + warp % TILE.groups) * ROWS + along(1, LAYOUT), work.end - 1)
     start = work.chunk + chunk + warp // TILE.groups * TILE.part
-    place = row.to(gl.int64) * line + start * (CHUNK // 8) + thread * 4 + along(3, LAYOUT) + inner * (CHUNK // 8)
-    live = row < work.end
+    place = row.to(gl.int64) * line + start * (CHUNK // 8) + thread * 4 + along(3, LAYOUT)
+    source = (w_ptr + place) + inner * (CHUNK // 8)
     if TILE.whole:
-        return gl.load(w_ptr + place, live)
+        return gl.load(source)
     else:
-        live = live & ((start + inner) * (CHUNK // 8) + thread * 4 < line) & (chunk + inner < TILE.part)
-        return gl.load(w_ptr + place, live, other=0)
+        live = ((start + inner) * (CHUNK // 8) + thread * 4 < line) & (chunk + inner < TILE.part)
+        return gl.load(source, live, other=0)
 
 
 @gluon.jit
@@ -144,19 +144,20 @@ def load_values(ptr, tile, chunk, inner, work, TILE: gl.constexpr, GROUP: gl.con
     """COUNT scales or zero points of each row from a chunk on; behind the last row or the end of K, any."""
     LAYOUT: gl.constexpr = values_layout(TILE.warps, COUNT)
     warp = along(0, LAYOUT)
-    row = gl.minimum(work.row + (tile + warp % TILE.groups) * ROWS + along(1, LAYOUT), work.N - 1)
+    row = gl.minimum(work.row + (tile + warp % TILE.groups) * ROWS + along(1, LAYOUT), work.end - 1)
     if GROUP == 0:
         place = row + along(2, LAYOUT)
     else:
-        line = work.K // GROUP
+        line = work.K // (GROUP * COUNT) * COUNT if TILE.whole else work.K // GROUP  # the compiler sees COUNT in it
         start = work.chunk + chunk + warp // TILE.groups * TILE.part
         if GROUP > CHUNK:
             at = (start + inner) // (GROUP // CHUNK)
         else:
             at = (start + inner) * (CHUNK // GROUP)
+        at += along(2, LAYOUT)
         if not TILE.whole:
-            at = gl.minimum(at, line - COUNT)
-        place = row * line + at + along(2, LAYOUT)
+            at = gl.minimum(at, line - 1)
+        place = row * line + at
     return gl.load(ptr + place)
 
 
