@@ -19,8 +19,9 @@ SHARED = 227 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DirectFloats:
-    """Warps of 16 rows of a packed weight, `groups` of them for each of `split` parts of K, by `tokens`. A part is
-    `part` chunks, read `depth` chunks ahead in `steps`. Kernels read it as a constant."""
+    """Warps of 16 rows of a packed weight by `tokens`: `groups` of them, for each of `split` parts of K. A part is
+    `part` chunks, read in `steps` of `depth` chunks, a step ahead; `programs` share a multiprocessor. Kernels read it
+    as a constant."""
 
     tokens: int
     groups: int
@@ -28,10 +29,14 @@ class DirectFloats:
     part: int
     depth: int
     steps: int
+    programs: int
+    #: The parts of K lie in programs of their own, whose sums a second kernel adds: all activations at once do not fit
+    #: into shared memory.
+    apart: bool
     #: Every warp has all its chunks.
     whole: bool
-    #: A program has no more than one tile for each warp, and holds all of it at once.
-    once: bool
+    #: A program has no more tiles than `groups`.
+    one_turn: bool
     #: Chunks whose scales are read together.
     together: int
     #: Chunks of activations that the threads of a program bring to shared memory together, and how often before they
@@ -39,62 +44,88 @@ class DirectFloats:
     fill: int
     fills: int
 
-    #: No second kernel adds up the parts of K.
-    apart = False
+    @property
+    def parts(self) -> int:
+        """Of a program."""
+        return 1 if self.apart else self.split
 
     @property
     def warps(self) -> int:
-        return self.groups * self.split
+        return self.groups * self.parts
+
+    @property
+    def once(self) -> bool:
+        """A program holds all that it multiplies at once."""
+        return self.one_turn and self.steps == 1
 
     @property
     def schedule(self) -> str:
-        parts = f", K in {self.split}" if self.split > 1 else ""
-        return f"16 rows x {self.tokens} tokens for each of {self.warps} warps, {self.depth} chunks ahead{parts}"
+        cut = f", K in {self.split}" if self.split > 1 else ""
+        return f"16 rows x {self.tokens} tokens for each of {self.warps} warps, {self.depth} chunks ahead{cut}"
 
     @property
     def thread_registers(self) -> int:
-        return min(65536 // (32 * self.warps) // 8 * 8, 248)
+        return min(65536 // self.programs // (32 * self.warps) // 8 * 8, 248)
+
+    @property
+    def shared(self) -> int:
+        """Bytes of a program: activations and, beside them or behind, the sums of parts."""
+        tokens = self.steps * self.depth * CHUNK * self.parts * self.tokens * 2
+        sums = 4 * 16 * self.warps * max(8, self.tokens) if self.parts > 1 else 0
+        return max(tokens, sums) if self.one_turn else tokens + sums
 
     def grid(self, n: int, processors: int) -> int:
-        return min(processors, -(-n // 16))
+        return _shares(n, processors, self.programs, self.split if self.apart else 1) * (self.split // self.parts)
 
 
 def direct_floats(
-    m: int, n: int, k: int, group: int, processors: int, depth: int = 0, groups: int = 0
+    m: int, n: int, k: int, group: int, processors: int, depth: int = 0, groups: int = 0, programs: int = 1
 ) -> DirectFloats | None:
-    """None where the activations do not fit into shared memory, or the groups not the chunks. `depth` and `groups` are
-    chosen unless they are given."""
+    """The schedule of a packed weight-only linear and the fewest tokens; None where it does not fit. `depth` and
+    `groups` are chosen unless they are given."""
     if m > 16 or k % 32 or not (group in (32, 64) or group % CHUNK == 0):
         return None
     split = weight_only_split(n, k, processors)
+    for apart in (False, True) if split > 1 else (False,):
+        tile = _tile(m, n, k, group, processors, split, apart, depth, groups, programs)
+        if tile.shared <= (SHARED + 1024) // programs - 1024:
+            return tile
+    return None
+
+
+def _tile(
+    m: int, n: int, k: int, group: int, processors: int, split: int, apart: bool, depth: int, groups: int, programs: int
+) -> DirectFloats:
     part = -(-k // CHUNK) if split == 1 else -(-k // (split * PART_OF_K)) * (PART_OF_K // CHUNK)
-    tiles = -(-(-(-n // 16)) // min(processors, -(-n // 16)))
-    groups = groups or min(power_of_two(tiles), 16 // split)
-    warps = groups * split
-    depth = depth or _depth(part, 8 if warps > 8 else 14)
+    parts = 1 if apart else split
+    tiles = -(-(-(-n // 16)) // _shares(n, processors, programs, split // parts))
+    groups = groups or min(power_of_two(tiles), 16 // parts)
+    warps, tokens = groups * parts, power_of_two(m)
+    # What is on its way fills the registers; the sums of 16 tokens take more of them.
+    most = 14 if warps * programs <= 8 else 4 if m > 8 else 8
+    depth = depth or _depth(part, most)
     steps = -(-part // depth)
-    whole = part * CHUNK * split == k and part == steps * depth
-    once = steps == 1 and tiles <= groups
+    whole, one_turn = part * CHUNK * split == k and part == steps * depth, tiles <= groups
     together = 1
     if whole and 0 < group <= CHUNK:
-        each = CHUNK // group
-        while 2 * together * each <= 8 and depth % (2 * together) == 0 and part % (2 * together) == 0:
+        while 2 * together * (CHUNK // group) <= 8 and depth % (2 * together) == 0:
             together *= 2
-    tokens = power_of_two(m)
-    chunks = steps * depth
-    sums = 4 * 16 * warps * max(8, tokens) if split > 1 else 0
-    if chunks * CHUNK * split * tokens * 2 + sums > SHARED:
-        return None
-    # A thread holds no more than 16 units of four activations before it stores them.
+    # Units of four activations that a thread holds before it stores them, beside the weights.
+    units = 32 if warps * programs <= 8 else 16
     fill = 1
-    while chunks % (2 * fill) == 0 and fill * split * tokens < 16 * warps:
+    while steps * depth % (2 * fill) == 0 and fill * parts * tokens < units * warps:
         fill *= 2
-    each = -(-fill * split * tokens // warps)
+    fills = max(1, units // -(-fill * parts * tokens // warps))
     return DirectFloats(
-        tokens, groups, split, part, depth, steps, whole, once, together, fill, max(1, 16 // each)
+        tokens, groups, split, part, depth, steps, programs, apart, whole, one_turn, together, fill, fills
     )
+
+
+def _shares(n: int, processors: int, programs: int, apart: int) -> int:
+    """Programs that share out the rows, for each of the parts that lie apart."""
+    return min(max(1, processors * programs // apart), -(-n // 16))
 
 
 def _depth(part: int, most: int) -> int:
     """Chunks ahead, so that the last step lacks few."""
-    return min(range(most, most // 2, -1), key=lambda depth: (-(-part // depth) * depth, -depth)) if part > most else part
+    return part if part <= most else min(range(most, most // 2, -1), key=lambda depth: -(-part // depth) * depth)

@@ -13,7 +13,7 @@ from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, load
 from ...tune import processors_of
 from ..kernels import Shape
 from ..tune_floats import DirectFloats
-from .binding import FACTOR, OUTPUT, WEIGHT, ZEROS, X, compiled, source_of, term_parameters
+from .binding import FACTOR, OUTPUT, PARTS, WEIGHT, ZEROS, X, compiled, source_of, term_parameters
 from .direct_floats import gemm_direct_floats
 from .epilogue import HopperTerms, TermKinds
 from .floats import FloatForm
@@ -35,12 +35,14 @@ def direct_floats_source(
         "w_ptr": "*i32",
         "scale_ptr": scale,
         "zero_ptr": zero_point,
+        "partial_ptr": "*fp32",
         "out_ptr": POINTERS[element],
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
     # Rows of words, units and scales are read in vectors, so by what K is divisible counts.
-    aligned: dict[Any, int] = dict.fromkeys(("x_ptr", "w_ptr", "out_ptr"), ALIGNMENT)
+    vectors = ("x_ptr", "w_ptr", "out_ptr", *(("scale_ptr", "zero_ptr") if tile.together > 1 else ()))
+    aligned: dict[Any, int] = dict.fromkeys(vectors, ALIGNMENT)
     aligned |= {("shape", "n"): min(ALIGNMENT, n & -n), ("shape", "k"): min(8 * ALIGNMENT * 8, k & -k)}
     return source_of(gemm_direct_floats, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, aligned)
 
@@ -50,7 +52,7 @@ def direct_floats(p: Problem, tile: DirectFloats, source: GluonASTSource, device
     m, n, k = p.shape
     made = compiled(source, tile.warps, captures_pdl(), tile.thread_registers)
     kernel = loaded(made, tile.grid(n, processors_of(device)))
-    for argument in (X, WEIGHT, FACTOR, ZEROS, OUTPUT):
+    for argument in (X, WEIGHT, FACTOR, ZEROS, PARTS, OUTPUT):
         kernel.address(argument)
     term_parameters(kernel)
     return finish_parameters(kernel, m, n, k)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -144,8 +145,22 @@ def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
 
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
-    m, n, k = p.shape
     tile = weight_only_tile(p, device)
+    if not isinstance(tile, DirectFloats) or tile.together == 1:
+        return _weight_only(p, device, otherwise, tile, VECTORS)
+    # Scales that no thread can read in vectors are read one by one.
+    one_by_one = _weight_only(p, device, otherwise, replace(tile, together=1), VECTORS)
+    return _weight_only(p, device, one_by_one, tile, (*VECTORS, FACTOR, ZEROS))
+
+
+def _weight_only(
+    p: Problem,
+    device: torch.device,
+    otherwise: Launch,
+    tile: tune.Packed | tune.Few | DirectFloats,
+    vectors: tuple[int, ...],
+) -> Launch:
+    m, n, k = p.shape
 
     def make(arguments: list[Value]) -> _host.Kernel:
         scale, zero_point = arguments[FACTOR], arguments[ZEROS]
@@ -173,4 +188,4 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     parts = weight_only_layout(p, device).get("parts")
     unscaled = Epilogue(False, p.nonlinearity.value, scaled=False)
     then = sum_of_parts(p, device, tile, parts, unscaled, f)
-    return launching(device, (*f, parts, 3), aligned_only(make), VECTORS, then, otherwise)
+    return launching(device, (*f, parts, 3), aligned_only(make), vectors, then, otherwise)
