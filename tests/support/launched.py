@@ -44,7 +44,12 @@ class Launched:
         from triton.backends.compiler import GPUTarget
 
         from baracuda.backends.triton import launch
-        from baracuda.backends.triton.linear.hopper import direct_floats_launch, direct_launch, few_launch, packed_launch
+        from baracuda.backends.triton.linear.hopper import (
+            direct_floats_launch,
+            direct_launch,
+            few_launch,
+            packed_launch,
+        )
         from baracuda.backends.triton.linear.hopper import launch as hopper_launch
 
         self.fake, self.kernels, self.compiled, self.interpreted = fake, [], [], 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..tune import power_of_two
+from ..tune import blocks_of, power_of_two
 from .tune import PART_OF_K, weight_only_split
 
 #: Weights of a row that a warp multiplies at a time.
@@ -96,15 +96,15 @@ def direct_floats(
 def _tile(
     m: int, n: int, k: int, group: int, processors: int, split: int, apart: bool, depth: int, groups: int, programs: int
 ) -> DirectFloats:
-    part = -(-k // CHUNK) if split == 1 else -(-k // (split * PART_OF_K)) * (PART_OF_K // CHUNK)
+    part = blocks_of(k, CHUNK) if split == 1 else blocks_of(k, split * PART_OF_K) * (PART_OF_K // CHUNK)
     parts = 1 if apart else split
-    tiles = -(-(-(-n // 16)) // _shares(n, processors, programs, split // parts))
+    tiles = blocks_of(blocks_of(n, 16), _shares(n, processors, programs, split // parts))
     groups = groups or min(power_of_two(tiles), 16 // parts)
     warps, tokens = groups * parts, power_of_two(m)
     # What is on its way fills the registers; the sums of 16 tokens take more of them.
     most = 14 if warps * programs <= 8 else 4 if m > 8 else 8
     depth = depth or _depth(part, most)
-    steps = -(-part // depth)
+    steps = blocks_of(part, depth)
     whole, one_turn = part * CHUNK * split == k and part == steps * depth, tiles <= groups
     together = 1
     if whole and 0 < group <= CHUNK:
@@ -115,7 +115,7 @@ def _tile(
     fill = 1
     while steps * depth % (2 * fill) == 0 and fill * parts * tokens < units * warps:
         fill *= 2
-    fills = max(1, units // -(-fill * parts * tokens // warps))
+    fills = max(1, units // blocks_of(fill * parts * tokens, warps))
     return DirectFloats(
         tokens, groups, split, part, depth, steps, programs, apart, whole, one_turn, together, fill, fills
     )
@@ -123,9 +123,9 @@ def _tile(
 
 def _shares(n: int, processors: int, programs: int, apart: int) -> int:
     """Programs that share out the rows, for each of the parts that lie apart."""
-    return min(max(1, processors * programs // apart), -(-n // 16))
+    return min(max(1, processors * programs // apart), blocks_of(n, 16))
 
 
 def _depth(part: int, most: int) -> int:
     """Chunks ahead, so that the last step lacks few."""
-    return part if part <= most else min(range(most, most // 2, -1), key=lambda depth: -(-part // depth) * depth)
+    return part if part <= most else min(range(most, most // 2, -1), key=lambda depth: blocks_of(part, depth) * depth)
