@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...numerics.fragments import every_other, orders
 from .epilogue import completed, scaled
-from .few import appended, let_next_kernel_start, prefetch_rows, wait_for_previous_kernel
+from .few import appended, barrier, let_next_kernel_start, prefetch_rows, wait_for_previous_kernel
 from .float_fragments import (
     CHUNK,
     ROWS,
@@ -230,6 +230,7 @@ def gemm_direct_floats(
     T: gl.constexpr = TILE.tokens
     tokens = gl.allocate_shared_memory(gl.int32, [CHUNKS, PARTS, 4, T, 16], ROW_MAJOR)
     fill(tokens, x_ptr, work, TILE)
+    barrier()  # the compiler's own would come inside the loop, at every step
     if TILE.one_turn:
         # Without a loop the sums take the room of the activations.
         acc, _ = multiply_turn(
