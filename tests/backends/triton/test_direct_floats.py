@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_cuda import build
 from launched import Launched, interpreted
+from ptx import machine
 from torch import Tensor
 
 from baracuda import Activation, ElementKind, QuantizeKind
@@ -103,6 +104,27 @@ def test_a_row_has_the_bits_of_the_other_kernels(
 ) -> None:
     p = problem(1, n, k, group)
     assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), tokens)
+
+
+@pytest.mark.parametrize("n, k", [(264, 512), (264, 2048)])
+def test_programs_keep_to_their_rows_in_any_order(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, n: int, k: int
+) -> None:
+    """A warp without a tile computes something, too, and must not store it where another program has."""
+    p = problem(1, n, k, 128)
+    monkeypatch.setattr(machine, "in_order", lambda programs: reversed(range(programs)))
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), (3,))
+
+
+@pytest.mark.parametrize("depth, groups, programs", [(4, 0, 1), (3, 1, 1), (5, 1, 2)])
+def test_any_depth_has_the_bits_of_the_other_kernels(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, depth: int, groups: int, programs: int
+) -> None:
+    """Also where the last step of a part is longer than what is left of it."""
+    p = problem(1, 56, 2560, 128)
+    chosen = tune_floats.direct_floats
+    monkeypatch.setattr(support, "direct_floats", lambda *sizes: chosen(*sizes, depth, groups, programs))
+    assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p), (2, 9))
 
 
 def test_a_row_has_the_same_bits_for_every_number_of_tokens(
