@@ -245,6 +245,18 @@ def test_a_weight_only_linear_is_near_the_exact_result_and_a_row_keeps_its_bits_
         assert torch.equal(part, whole[300 - m :]), m
 
 
+@pytest.mark.parametrize("n, k", [(264, 1024), (6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+@pytest.mark.parametrize("form", [form for form in WEIGHT_ONLY if form[1].is_packed], ids=str)
+def test_few_tokens_of_a_weight_only_linear_have_the_bits_of_many(n, k, form) -> None:
+    """mma.sync and wgmma add up the same 16 products with the same bits, whatever their order."""
+    inputs = weight_only_inputs(300, n, k, form)
+    _, whole = weight_only_output(300, n, k, form, inputs)
+    for m in range(1, 17):
+        plan, part = weight_only_output(m, n, k, form, (inputs[0][:m], *inputs[1:]))
+        assert "chunks ahead" in plan.sku().epilogue
+        assert torch.equal(part, whole[:m]), m
+
+
 def test_a_weight_written_by_the_kernel_before_is_read_as_written() -> None:
     """The weight's copies start before that kernel ends only where it is known not to write the weight."""
     for op, stored in product(LINEARS, (ElementKind.S8, ElementKind.S4)):

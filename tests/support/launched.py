@@ -44,7 +44,12 @@ class Launched:
         from triton.backends.compiler import GPUTarget
 
         from baracuda.backends.triton import launch
-        from baracuda.backends.triton.linear.hopper import direct_launch, few_launch, packed_launch
+        from baracuda.backends.triton.linear.hopper import (
+            direct_floats_launch,
+            direct_launch,
+            few_launch,
+            packed_launch,
+        )
         from baracuda.backends.triton.linear.hopper import launch as hopper_launch
 
         self.fake, self.kernels, self.compiled, self.interpreted = fake, [], [], 0
@@ -53,7 +58,7 @@ class Launched:
         monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
         monkeypatch.setattr(launch, "_driver", lambda: fake.driver)
         monkeypatch.setattr(launch, "loaded", self._loaded)
-        for module in (hopper_launch, direct_launch, few_launch, packed_launch):
+        for module in (hopper_launch, direct_launch, direct_floats_launch, few_launch, packed_launch):
             monkeypatch.setattr(module, "loaded", self._loaded)
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         properties = SimpleNamespace(multi_processor_count=processors, L2_cache_size=60 * 2**20)

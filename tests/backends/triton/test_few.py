@@ -63,15 +63,18 @@ def test_the_linear_for_few_tokens_has_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("m, n, k, group", [(3, 72, 512, 128), (16, 72, 1024, 32)])
+@pytest.mark.parametrize("kernel", ["gemm_few_floats", "gemm_direct_floats"])
 def test_the_weight_only_linear_for_few_tokens_is_within_its_stated_distance(
-    launched: Launched, m: int, n: int, k: int, group: int
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, kernel: str, m: int, n: int, k: int, group: int
 ) -> None:
+    from baracuda.backends.triton.linear import support
     from baracuda.backends.triton.linear.support import weight_only_guarantee
 
+    monkeypatch.setattr(support, "TAKES_DIRECT_FLOATS", kernel == "gemm_direct_floats")
     p = problem(FLOAT, m, n, k, "s4", group)
     values, exact = (operands(Case(p, scale="input_type")) for _ in range(2))
     names = interpreted(launched, p, values)
-    assert names[0] == "gemm_few_floats"
+    assert names[0] == kernel
     plan = SelectedPlan(p, CPU, PlanPreference(prefer_backend=BackendKind.REFERENCE))
     plan.launch(exact, plan.allocate_workspace())
     given = dict(zip((operand.name for operand in OPS[FLOAT].operands), exact, strict=True))

@@ -6,14 +6,13 @@ import re
 
 import numpy as np
 
-from . import floats
 from .alu import makes
 from .copies import swizzled
 from .floats import Array
 from .memory import SHARED, Fault
 from .parse import Instruction, Number, Several, Unknown
 from .registers import DTYPES, Action, Reader, put
-from .warps import fragments, spread_result, whole_warps
+from .warps import elements, fragments, spread_result, whole_warps
 
 _SHAPE = re.compile(r"m64n(\d+)k(16|32)$")
 #: Bytes between rows and the bits that are mixed in, by the swizzle's number in a descriptor.
@@ -30,13 +29,6 @@ def matrix(program, descriptor: int, rows: int) -> Array:
     places = start + row // 8 * stride + row % 8 * pitch + np.arange(32)
     index = swizzled(places, bits).reshape(-1, 1) - SHARED
     return program.shared.read_together(index).reshape(rows, 32)
-
-
-def _elements(data: Array, kind: str) -> Array:
-    if kind == "s8":
-        return data.view(np.int8).astype(np.float64)
-    bits = np.ascontiguousarray(data).view(np.uint16)
-    return (floats.from_f16(bits) if kind == "f16" else floats.from_bf16(bits)).astype(np.float64)
 
 
 @makes("wgmma.mma_async")
@@ -62,14 +54,14 @@ def multiply(instruction: Instruction, reader: Reader) -> Action:
         if len(warps) % 4 or (warps.reshape(-1, 4)[:, 0] % 4).any():
             raise Fault("expected all warps of a warp group to take part")
         descriptors = [program.spread(x(program))[32 * warps[::4]] for x in (at_left, at_right) if x is not None]
-        b = np.stack([_elements(matrix(program, int(d), columns), kind) for d in descriptors[-1]])
+        b = np.stack([elements(matrix(program, int(d), columns), kind) for d in descriptors[-1]])
         if held:
             # [warp, 8, 4, k half, row half, bytes]
             a = fragments(program, held, warps, np.uint8).reshape(len(warps), 8, 4, 2, 2, 4)
             data = a.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 64, 32)
         else:
             data = np.stack([matrix(program, int(d), 64) for d in descriptors[0]])
-        product = _elements(np.ascontiguousarray(data), kind) @ b.transpose(0, 2, 1)
+        product = elements(np.ascontiguousarray(data), kind) @ b.transpose(0, 2, 1)
         c = fragments(program, before, warps, dtype).reshape(len(warps), 8, 4, columns // 8, 2, 2)
         c = np.where(program.spread(kept(program))[32 * warps][:, None, None, None, None, None], c, dtype.type(0))
         mine = product.reshape(len(warps), 2, 8, columns // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)

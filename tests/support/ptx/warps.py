@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import floats
 from .alu import makes
 from .floats import Array
 from .memory import Fault
@@ -39,8 +40,11 @@ def spread_result(program, values: Array, warps: Array, writes, mask) -> None:
 @makes("mma")
 def multiply(instruction: Instruction, reader: Reader) -> Action:
     """m16n8k32 of s8. Thread 4g + t has rows g and g + 8 of the left operand and column g of the right one, at
-    4t .. 4t + 3 and 16 further; of the sums, columns 2t and 2t + 1 of these rows."""
-    words = allowed(instruction, "sync", "aligned", "m16n8k32", "row", "col", "satfinite")
+    4t .. 4t + 3 and 16 further; of the sums, columns 2t and 2t + 1 of these rows. Or m16n8k16 of 16-bit floats, at
+    2t, 2t + 1 and 8 further: 16 products and a sum in f64, rounded once, as those of wgmma."""
+    words = allowed(instruction, "sync", "aligned", "m16n8k32", "m16n8k16", "row", "col", "satfinite")
+    if words[-3] in ("bf16", "f16"):
+        return _multiply_floats(instruction, reader, words)
     if words[-4:] != ["s32", "s8", "s8", "s32"] or not all(isinstance(x, Several) for x in instruction.operands):
         raise Unknown(instruction.name)
     target, *sources = (operand.parts for operand in instruction.operands)
@@ -63,6 +67,38 @@ def multiply(instruction: Instruction, reader: Reader) -> Action:
         spread_result(program, values, warps, writes, mask)
 
     return run
+
+
+def _multiply_floats(instruction: Instruction, reader: Reader, words: list[str]) -> Action:
+    kind = words[-3]
+    if words[-4:] != ["f32", kind, kind, "f32"] or "m16n8k16" not in words or "satfinite" in words:
+        raise Unknown(instruction.name)
+    if not all(isinstance(x, Several) for x in instruction.operands):
+        raise Unknown(instruction.name)
+    target, *sources = (operand.parts for operand in instruction.operands)
+    writes = [put(part) for part in target]
+    left, right, start = ([reader.get(part, DTYPES["b32"]) for part in parts] for parts in sources)
+
+    def run(program, mask) -> None:
+        warps = whole_warps(program, mask)
+        count = len(warps)
+        a = fragments(program, left, warps, np.uint8).reshape(count, 8, 4, 2, 2, 4)  # k half, row half
+        a = elements(a.transpose(0, 4, 1, 3, 2, 5).reshape(count, 16, 32), kind)
+        b = fragments(program, right, warps, np.uint8).transpose(0, 1, 3, 2, 4).reshape(count, 8, 32)
+        c = fragments(program, start, warps, np.float32).reshape(count, 8, 4, 2, 2).transpose(0, 3, 1, 2, 4)
+        product = (a @ elements(b, kind).transpose(0, 2, 1)).reshape(count, 2, 8, 4, 2)
+        values = (product + c).astype(np.float32).transpose(0, 2, 3, 1, 4).reshape(count, 32, 4)
+        spread_result(program, values, warps, writes, mask)
+
+    return run
+
+
+def elements(data: Array, kind: str) -> Array:
+    """The values of bytes, the last axis, in f64."""
+    if kind == "s8":
+        return data.view(np.int8).astype(np.float64)
+    held = np.ascontiguousarray(data).view(np.uint16)
+    return (floats.from_f16(held) if kind == "f16" else floats.from_bf16(held)).astype(np.float64)
 
 
 @makes("ldmatrix")

@@ -22,12 +22,15 @@ from ...registry import choose, contract
 from .. import devices
 from ..tune import processors_of
 from . import tokens_tune, tune
+from .tune_floats import DirectFloats, direct_floats
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 WEIGHT_ONLY = frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR})
 #: Whether the GEMM for the fewest tokens quantizes its activations itself, where `tokens_tune` has a tile for that.
 #: Read when a plan is selected.
 QUANTIZES_TOKENS = True
+#: Whether packed weights and up to 16 tokens of floats take the kernel of `tune_floats.direct_floats`, where it fits.
+TAKES_DIRECT_FLOATS = True
 
 
 def declines(p: Problem, device: torch.device) -> str | None:
@@ -110,8 +113,12 @@ def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
     return replace(made, relative_error=made.relative_error + rounding * (1 + made.relative_error))
 
 
-def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few:
+def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few | DirectFloats:
     (m, n, k), packed = p.shape, p.weight.is_packed
+    if TAKES_DIRECT_FLOATS and packed:
+        direct = direct_floats(m, n, k, p.weight_group, processors_of(device))
+        if direct is not None:
+            return direct
     few = tune.few_floats(m, n, k, processors_of(device)) if packed else None
     if few is not None and tune.few_takes_groups(few, p.weight_group):
         return few

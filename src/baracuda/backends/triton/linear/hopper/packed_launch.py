@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .. import tune
 from ..kernels import Epilogue, Shape, sum_parts
 from ..launch import GemmSources, epilogue
 from ..support import weight_only_tile
+from ..tune_floats import DirectFloats
 from .binding import (
     FACTOR,
     OUTPUT,
@@ -35,6 +37,7 @@ from .binding import (
     term_parameters,
     terms_of,
 )
+from .direct_floats_launch import direct_floats, direct_floats_source
 from .epilogue import HopperTerms, TermKinds
 from .few import Form
 from .few_launch import few_floats, few_floats_source
@@ -80,7 +83,9 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     return finish_parameters(kernel, m, n, k)
 
 
-def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few, device: torch.device) -> None:
+def reserve_parts(
+    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | DirectFloats, device: torch.device
+) -> None:
     """Room for the sums of parts of K: all of them, or those that a program adds to."""
     m, n, _ = p.shape
     dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
@@ -93,7 +98,7 @@ def reserve_parts(layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.
 def sum_of_parts(
     p: Problem,
     device: torch.device,
-    tile: tune.Packed | tune.Few,
+    tile: tune.Packed | tune.Few | DirectFloats,
     parts: Part | None,
     epilogue: Epilogue,
     f: GemmSources,
@@ -140,8 +145,22 @@ def weight_only_layout(p: Problem, device: torch.device) -> WorkspaceLayout:
 
 def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     """The linear of float activations; its K is summed in one order for every number of tokens."""
-    m, n, _ = p.shape
     tile = weight_only_tile(p, device)
+    if not isinstance(tile, DirectFloats) or tile.together == 1:
+        return _weight_only(p, device, otherwise, tile, VECTORS)
+    # Scales that no thread can read in vectors are read one by one.
+    one_by_one = _weight_only(p, device, otherwise, replace(tile, together=1), VECTORS)
+    return _weight_only(p, device, one_by_one, tile, (*VECTORS, FACTOR, ZEROS))
+
+
+def _weight_only(
+    p: Problem,
+    device: torch.device,
+    otherwise: Launch,
+    tile: tune.Packed | tune.Few | DirectFloats,
+    vectors: tuple[int, ...],
+) -> Launch:
+    m, n, k = p.shape
 
     def make(arguments: list[Value]) -> _host.Kernel:
         scale, zero_point = arguments[FACTOR], arguments[ZEROS]
@@ -156,6 +175,9 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
         scales = POINTERS[scale.dtype] if isinstance(scale, Tensor) else "*fp32"
         zeros = "*u8" if zero_point is None else "*i32"
         element = p.element.dtype
+        if isinstance(tile, DirectFloats):
+            source = direct_floats_source(tile, form, element, forms, kinds, n, k, scales, zeros)
+            return direct_floats(p, tile, source, device)
         if isinstance(tile, tune.Few):
             return few_floats(p, tile, few_floats_source(tile, form, element, forms, kinds, n, scales, zeros), device)
         source = packed_source(tile, form, element, element, forms, kinds, scales, zeros)
@@ -166,4 +188,4 @@ def weight_only(p: Problem, device: torch.device, otherwise: Launch) -> Launch:
     parts = weight_only_layout(p, device).get("parts")
     unscaled = Epilogue(False, p.nonlinearity.value, scaled=False)
     then = sum_of_parts(p, device, tile, parts, unscaled, f)
-    return launching(device, (*f, parts, 3), aligned_only(make), VECTORS, then, otherwise)
+    return launching(device, (*f, parts, 3), aligned_only(make), vectors, then, otherwise)
