@@ -41,7 +41,7 @@ class Job(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        return 2 if self.is_long else 5
+        return 2 if self.is_long else 5 if self.compiled else 3
 
 
 @dataclass(frozen=True)

@@ -116,9 +116,12 @@ class Run:
 
     def decode_apart(self, parts: Sequence[str]) -> None:
         """Every decode part in processes of their own."""
-        jobs = [Job(batch, part == "decode-compiled") for part in parts for batch in self.batches()]
-        if self.on_gpu and "decode-compiled" in parts:
-            jobs += [Job(batch, True, LONG) for batch in self.batches() if batch == LONG_BATCH]
+        jobs = []
+        if "decode-compiled" in parts:
+            jobs += [Job(batch, True) for batch in self.batches()]
+            jobs += [Job(batch, True, LONG) for batch in self.batches() if self.on_gpu and batch == LONG_BATCH]
+        if "decode" in parts:
+            jobs += [Job(batch, False) for batch in self.batches()]
         deadline = time.time() + self.options.seconds - self.elapsed()
         merge, names = not self.options.no_merge, tuple(self.models)
         missing = dict.fromkeys(jobs)

@@ -63,8 +63,10 @@ DEVICE = torch.device("cuda", 0)
 #: m, n, k: one for each way through the sm_90 kernels, with few tokens and in tiles, K whole and in parts.
 LINEAR_SHAPES = [(2, 72, 528), (2, 64, 8192), (5, 72, 272), (16, 64, 8192), (33, 72, 528), (130, 136, 272)]
 LINEAR_SHAPES += [(65, 72, 4112)]
-#: m, k of packed weights whose K the warps share out: some without work, all with the same, and K in parts.
-PACKED = [(3, 1152), (16, 4096), (16, 14336)]
+#: m, k of packed weights whose K the warps share out: some without work, all with the same.
+PACKED = [(3, 1152), (16, 4096)]
+#: m, k of packed weights and float activations: all that a warp multiplies at once or in steps, K whole and in parts.
+PACKED_FLOATS = [(1, 1152), (3, 2048), (16, 4352)]
 LINEARS = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)
 
 
@@ -98,6 +100,10 @@ def linears() -> list[Case]:
     for op, (m, k) in product(LINEARS, PACKED):
         p = Problem(op, (m, 72, k), ElementKind.BF16, ElementKind.S8, -127, 127, weight=ElementKind.S4)
         cases.append(Case(replace(p, weight_group=128)))
+    for m, k in PACKED_FLOATS:
+        shape, op = (m, 72, k), QuantizeKind.WEIGHT_ONLY_LINEAR
+        p = Problem(op, shape, ElementKind.BF16, ElementKind.S8, -127, 127, weight=ElementKind.S4)
+        cases.append(Case(replace(p, weight_group=64), scale="input_type"))
     return cases
 
 

@@ -14,6 +14,7 @@ import gpu_sanitize
 
 from baracuda import DynamicRangeMode, ElementKind, PerChannel, PerGroup, PerTensor, PerToken, QuantizeKind
 from baracuda.backends.triton.linear import tune as linear_tune
+from baracuda.backends.triton.linear.tune_floats import direct_floats
 from baracuda.core.optable import OPS
 from baracuda.core.types import FLOATS, INTEGERS, OpCategory
 
@@ -68,7 +69,9 @@ def test_every_schedule_of_the_sm_90_linears_is_run() -> None:
     assert {tile.fold > 1 for tile in few} == {tile.wgmma for tile in few} == {False, True}
     assert {tile.tail > 1 for tile in tiles} == {False, True}
     direct = [linear_tune.direct(m, 72, k, 128) for m, k in gpu_sanitize.PACKED]
-    assert {tile.whole for tile in direct} == {tile.apart for tile in direct} == {False, True}
+    assert {tile.whole for tile in direct} == {False, True}
+    floats = [direct_floats(m, 72, k, 64, 132) for m, k in gpu_sanitize.PACKED_FLOATS]
+    assert {tile.once for tile in floats} == {tile.split > 1 for tile in floats} == {False, True}
     stored = {(c.problem.quantized, c.problem.weight) for c in gpu_sanitize.linears()}
     assert stored == set(product((ElementKind.S8, ElementKind.U8), (ElementKind.S8, ElementKind.S4)))
 

@@ -72,7 +72,7 @@ def assert_bits_of_other_kernels(
     """Rows are those of the kernel with a ring, which multiplies by warp groups, for every number of tokens."""
     _, n, k = p.shape
     with monkeypatch.context() as patch:
-        patch.setattr(support, "TAKES_DIRECT_FLOATS", False)
+        patch.setattr(support, "direct_floats", lambda *_: None)
         split = tune.weight_only_split(n, k, PROCESSORS)
         p16 = replace(p, shape=(16, n, k))
         wanted = output(launched, p16, given, ["gemm_few_floats", *["sum_parts"] * (split > 1)])
@@ -206,7 +206,9 @@ def test_words_come_straight_into_registers_and_none_of_them_spills(m: int, n: i
     from baracuda.backends.triton.linear.hopper.floats import FloatForm
 
     tile = tune_floats.direct_floats(m, n, k, 128, 132)
-    assert tile is not None
+    if tile is None:
+        assert m > 1 and n * k > 2**25, "there the kernel with a ring is faster"
+        return
     forms, kinds = binding.term_forms(None, None, None, None, 1)
     kinds = kinds._replace(scale="none", weight_scale="none")
     form = FloatForm(True, True, 128, True, "prefetch")
@@ -232,7 +234,7 @@ def test_words_come_straight_into_registers_and_none_of_them_spills(m: int, n: i
     assert "fma.rn.bf16" not in compiled.asm["ptx"] and "fma.rn.f32" not in compiled.asm["ptx"]
     # What one exchange needs: no detour by way of shared memory, hence no barrier between the threads of a program.
     assert compiled.asm["ptx"].count("shfl.sync.bfly") == 8 * tile.depth
-    assert "sum_parts" not in tile.schedule and tile.apart == (k == 14336 and m > 8)
+    assert not tile.apart
 
 
 @pytest.mark.parametrize("m", range(1, 18))
@@ -241,7 +243,7 @@ def test_programs_have_all_rows_and_warps_all_of_k(m: int, n: int, k: int) -> No
     for group in (0, 32, 64, 96, 128, 256):
         tile = tune_floats.direct_floats(m, n, k, group, 132)
         if tile is None:
-            assert m > 16 or group == 96 or 2 * k * 8 > tune_floats.SHARED / 2
+            assert m > (1 if n * k > 2**25 else 16) or group == 96 or 2 * k * 8 > tune_floats.SHARED / 2
             continue
         assert m <= tile.tokens <= 16 and tile.shared <= tune_floats.SHARED
         assert tile.split == tune.weight_only_split(n, k, 132)

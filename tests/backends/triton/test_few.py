@@ -70,7 +70,8 @@ def test_the_weight_only_linear_for_few_tokens_is_within_its_stated_distance(
     from baracuda.backends.triton.linear import support
     from baracuda.backends.triton.linear.support import weight_only_guarantee
 
-    monkeypatch.setattr(support, "TAKES_DIRECT_FLOATS", kernel == "gemm_direct_floats")
+    if kernel == "gemm_few_floats":
+        monkeypatch.setattr(support, "direct_floats", lambda *_: None)
     p = problem(FLOAT, m, n, k, "s4", group)
     values, exact = (operands(Case(p, scale="input_type")) for _ in range(2))
     names = interpreted(launched, p, values)

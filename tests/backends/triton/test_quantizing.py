@@ -14,7 +14,7 @@ from fake_cuda import build
 from launched import GPU, Launched, assert_reference_bits
 
 from baracuda import Activation, Arithmetic, DynamicRangeMode, ElementKind, QuantizeKind
-from baracuda.backends.triton.linear import support, tokens_tune, tune
+from baracuda.backends.triton.linear import support
 from baracuda.core.problem import Problem, scale_elements
 from cases import floats
 
@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton")
 pytest.importorskip("baracuda._host", reason="the compiled module is missing")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
 
+KERNEL = "gemm_direct"
 #: Bytes of shared memory of a multiprocessor.
 SHARED = 228 * 1024
 
@@ -33,44 +34,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathF
     return Launched(fake, monkeypatch, processors=1)
 
 
-@pytest.fixture(params=["gemm_few", "gemm_direct"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "gemm_few":
-        monkeypatch.setattr(tune, "direct", lambda *_: None)
-    return str(request.param)
-
-
 def problem(m: int, n: int, k: int, weight: str = "s8", group: int = 0, element: str = "bf16") -> Problem:
     kind, shape = ElementKind.of(element), (m, n, k)
     p = Problem(QuantizeKind.QUANTIZED_LINEAR, shape, kind, ElementKind.S8, -127, 127, weight=ElementKind.of(weight))
     return replace(p, weight_group=group)
-
-
-#: M, N, K, weight, group: K within a step, in steps and beyond the last, folded once and often; rows for one program
-#: and several; each schedule of `tokens_tune.few`.
-FEW = [
-    (1, 72, 288, "s8", 0),
-    (1, 328, 4096, "s8", 0),
-    (1, 24, 14336, "s8", 0),
-    (2, 136, 1152, "s8", 0),
-    (3, 72, 1152, "s8", 0),
-    (4, 72, 4096, "s8", 0),
-    (4, 72, 288, "s8", 0),
-    (1, 72, 288, "s4", 32),
-    (1, 72, 1152, "s4", 64),
-    (1, 40, 14336, "s4", 128),
-    (2, 72, 1152, "s4", 128),
-    (3, 72, 4096, "s4", 0),
-    (4, 136, 4096, "s4", 128),
-]
-
-
-@pytest.mark.parametrize("m, n, k, weight, group", FEW)
-@pytest.mark.parametrize("kernel", ["gemm_few"], indirect=True)
-def test_the_gemm_for_few_tokens_quantizes_them_with_the_bits_of_the_reference(
-    launched: Launched, kernel: str, m: int, n: int, k: int, weight: str, group: int
-) -> None:
-    assert assert_reference_bits(launched, problem(m, n, k, weight, group)) == [kernel]
 
 
 #: Warps without work, and warps that all have the same; groups of half a chunk's length.
@@ -78,11 +45,10 @@ DIRECT = [(1, 64, 64), (1, 1152, 128), (2, 1152, 64), (3, 4096, 128), (4, 4096, 
 
 
 @pytest.mark.parametrize("m, k, group", DIRECT)
-@pytest.mark.parametrize("kernel", ["gemm_direct"], indirect=True)
 def test_the_direct_gemm_quantizes_its_tokens_with_the_bits_of_the_reference(
-    launched: Launched, kernel: str, m: int, k: int, group: int
+    launched: Launched, m: int, k: int, group: int
 ) -> None:
-    assert assert_reference_bits(launched, problem(m, 40, k, "s4", group)) == [kernel]
+    assert assert_reference_bits(launched, problem(m, 40, k, "s4", group)) == [KERNEL]
 
 
 def with_rows(data: str, m: int, k: int, element: ElementKind) -> torch.Tensor:
@@ -97,16 +63,14 @@ def with_rows(data: str, m: int, k: int, element: ElementKind) -> torch.Tensor:
 
 @pytest.mark.parametrize("data", ["edges", "poison", "zeros", "subnormal", "bits", "ties", "constant"])
 @pytest.mark.parametrize("element", ["bf16", "f16", "f32"])
-def test_tokens_of_any_numbers_have_the_bits_of_the_reference(
-    launched: Launched, kernel: str, element: str, data: str
-) -> None:
+def test_tokens_of_any_numbers_have_the_bits_of_the_reference(launched: Launched, element: str, data: str) -> None:
     for m in (1, 4):
         for scale in scale_elements(ElementKind.of(element)):
             p = replace(problem(m, 24, 1152, "s4", 128, element), scale_element=scale)
-            assert assert_reference_bits(launched, p, activation=with_rows(data, m, 1152, p.element)) == [kernel]
+            assert assert_reference_bits(launched, p, activation=with_rows(data, m, 1152, p.element)) == [KERNEL]
 
 
-def test_infinities_nan_and_zeros_alone_have_the_bits_of_the_reference(launched: Launched, kernel: str) -> None:
+def test_infinities_nan_and_zeros_alone_have_the_bits_of_the_reference(launched: Launched) -> None:
     for number in (0.0, -0.0, float("inf"), float("nan"), 3e38, 1e-40):
         x = torch.zeros(1, 256).bfloat16()
         x[0, 200] = number
@@ -114,9 +78,7 @@ def test_infinities_nan_and_zeros_alone_have_the_bits_of_the_reference(launched:
 
 
 @pytest.mark.parametrize("low, high", [(-128, 127), (-127, 127), (-100, 50), (0, 127)])
-def test_every_range_of_integers_has_the_bits_of_the_reference(
-    launched: Launched, kernel: str, low: int, high: int
-) -> None:
+def test_every_range_of_integers_has_the_bits_of_the_reference(launched: Launched, low: int, high: int) -> None:
     for scale in scale_elements(ElementKind.F16):
         p = replace(problem(2, 24, 576, "s4", 64, "f16"), q_min=low, q_max=high, scale_element=scale)
         assert_reference_bits(launched, p)
@@ -132,85 +94,78 @@ ENDS = [
 
 @pytest.mark.parametrize("element, nonlinearity, scale, m", ENDS)
 def test_every_end_of_the_linear_has_the_bits_of_the_reference(
-    launched: Launched, kernel: str, element: str, nonlinearity: Activation, scale: str, m: int
+    launched: Launched, element: str, nonlinearity: Activation, scale: str, m: int
 ) -> None:
     n = 72
     p = replace(problem(m, n, 1152, "s4", 128, element), nonlinearity=nonlinearity)
     for data in ("ordinary", "edges"):
         bias = floats(data, (n,), ElementKind.F32 if element == "f32" else p.element, 1)
         given: dict[str, Any] = {"bias": bias, "residual": floats(data, (m, n), p.element, 2)}
-        assert assert_reference_bits(launched, p, scale, **given) == [kernel]
+        assert assert_reference_bits(launched, p, scale, **given) == [KERNEL]
 
 
-def test_who_asks_for_the_quantized_activations_gets_two_kernels(launched: Launched, kernel: str) -> None:
+def test_who_asks_for_the_quantized_activations_gets_two_kernels(launched: Launched) -> None:
     p = problem(2, 24, 576, "s4", 64)
     scratch = {
         "act_q_scratch": torch.full((2, 576), 77, dtype=torch.int8),
         "act_scale_scratch": torch.full((2,), 77.0),
     }
     for names in (["act_q_scratch"], ["act_scale_scratch"], list(scratch)):
-        assert assert_reference_bits(launched, p, **{name: scratch[name] for name in names}) == ["rows", kernel]
+        assert assert_reference_bits(launched, p, **{name: scratch[name] for name in names}) == ["rows", KERNEL]
 
 
-def test_what_cannot_be_read_in_vectors_takes_two_kernels(launched: Launched, kernel: str) -> None:
+def test_what_cannot_be_read_in_vectors_takes_two_kernels(launched: Launched) -> None:
     x = floats("ordinary", (2 * 576 + 1,), ElementKind.BF16, 3)[1:].view(2, 576)
     assert x.data_ptr() % 16
-    assert assert_reference_bits(launched, problem(2, 24, 576, "s4", 64), activation=x) == ["rows", kernel]
+    assert assert_reference_bits(launched, problem(2, 24, 576, "s4", 64), activation=x) == ["rows", KERNEL]
 
 
-def test_other_linears_take_two_kernels(launched: Launched, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_linears_take_two_kernels(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:
     p = problem(2, 24, 576, "s4", 64)
     others = [replace(p, arithmetic=Arithmetic.RECIPROCAL), problem(5, 24, 576, "s4", 64)]
     for other in others:
         assert support.quantizing_tile(other, GPU) is None
-        assert assert_reference_bits(launched, other) == ["rows", kernel]
+        assert assert_reference_bits(launched, other) == ["rows", KERNEL]
     asymmetric = replace(problem(2, 24, 576), mode=DynamicRangeMode.ASYMMETRIC, q_min=-128)
     assert support.quantizing_tile(asymmetric, GPU) is None
     assert "quantizes its tokens" in support.describe_hopper(p, GPU)
-    monkeypatch.setattr(support, "QUANTIZES_TOKENS", False)
-    assert assert_reference_bits(launched, p) == ["rows", kernel]
-    assert "quantizes" not in support.describe_hopper(p, GPU)
+    for other in (problem(1, 24, 576), problem(1, 24, 4224, "s4", 128), problem(1, 24, 576, "s4", 32)):
+        assert support.quantizing_tile(other, GPU) is None
+        assert assert_reference_bits(launched, other) == ["rows", "gemm_few"]
+        assert "quantizes" not in support.describe_hopper(other, GPU)
 
 
-def test_the_weight_is_fetched_no_further_than_l2_while_anything_runs_that_may_write_it(
-    launched: Launched, kernel: str
-) -> None:
+def test_the_weight_is_fetched_no_further_than_l2_while_anything_runs_that_may_write_it(launched: Launched) -> None:
     assert_reference_bits(launched, problem(1, 24, 576, "s4", 64))
     before, waits, after = launched.ptx[0].partition("griddepcontrol.wait")
     assert waits and "griddepcontrol.launch_dependents" in before
     assert "cp.async.bulk.prefetch.L2" in before
     assert "cp.async.bulk.tensor" not in before and not re.search(r"(ld|st)\.global", before)
     # Then the weight first, and what takes time while it comes.
-    first = "cp.async.bulk.tensor" if kernel == "gemm_few" else r"ld\.global\.v\d\.b32"
-    found = re.search(first, after)
+    found = re.search(r"ld\.global\.v\d\.b32", after)
     assert found and found.start() < after.index("ld.global.cg")
 
 
 def test_kernels_that_do_not_overlap_have_the_bits_of_the_reference(
-    launched: Launched, kernel: str, monkeypatch: pytest.MonkeyPatch
+    launched: Launched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from baracuda.backends.triton import launch as module
 
     monkeypatch.setattr(module, "PDL_IN_GRAPHS", 10**9)
     for m in (1, 3):
-        assert assert_reference_bits(launched, problem(m, 72, 1152, "s4", 64)) == [kernel]
+        assert assert_reference_bits(launched, problem(m, 72, 1152, "s4", 64)) == [KERNEL]
     assert "griddepcontrol" not in launched.ptx[0] + launched.ptx[1]
 
 
-@pytest.mark.parametrize("n, k", [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)])
+@pytest.mark.parametrize("n, k", [(6144, 4096), (4096, 4096), (28672, 4096)])
 @pytest.mark.parametrize("m", [1, 2, 4])
-@pytest.mark.parametrize("weight, group", [("s8", 0), ("s4", 128)])
 def test_tokens_and_weights_fit_as_often_as_the_tile_says_and_spill_nothing(
-    launched: Launched, kernel: str, m: int, n: int, k: int, weight: str, group: int, monkeypatch, tmp_path
+    launched: Launched, m: int, n: int, k: int, monkeypatch, tmp_path
 ) -> None:
-    if kernel == "gemm_direct" and (weight == "s8" or k > 4096):
-        pytest.skip("reads packed weights of shorter rows")
-    p = problem(m, n, k, weight, group)
+    p = problem(m, n, k, "s4", 128)
     monkeypatch.setattr(torch.cuda.get_device_properties(GPU), "multi_processor_count", 132)
     tile = support.quantizing_tile(p, GPU)
-    if tile is None:
-        assert m > 1 and k > 4096, "a thread would hold more than 128 bytes of activations"
-        return
+    assert tile is not None
     compiled = compile_alone(launched, p)
     ptx = tmp_path / "linear.ptx"
     ptx.write_text(compiled.asm["ptx"])
@@ -235,24 +190,3 @@ def compile_alone(launched: Launched, p: Problem) -> Any:
     workspace = torch.empty(max(kernel.workspace(p, GPU), 1), dtype=torch.uint8)
     kernel.bind(p, GPU)((x, weight, torch.empty(n), None, None, None, factor, None, None, out), workspace)
     return launched.compiled[-1]
-
-
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("n, k", [(6144, 4096), (28672, 4096), (4096, 14336), (8, 48), (136, 4112), (64, 16384)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("bytes_each", [2, 4])
-def test_a_tile_for_tokens_keeps_what_fits_and_leaves_the_rest(
-    m: int, n: int, k: int, packed: bool, bytes_each: int
-) -> None:
-    if packed and k % 32:
-        return
-    plain = tune.few(m, n, k, packed, 0, 132)
-    assert plain is not None
-    tile = tokens_tune.few(plain, m, n, k, bytes_each, packed, 132)
-    if tile is None:
-        assert m > 4 or m * k * bytes_each > 16384 or plain.fold < 4, "what is short and can be folded is taken"
-        return
-    assert m <= 4 and (tile.fold, tile.tokens, tile.k, tile.stages) == (plain.fold, 8, plain.k, plain.stages)
-    assert m * k * bytes_each <= 128 * 32 * tile.warps
-    assert tile.rows >= 16 * tile.warps, "a warp has 16 rows or more"
-    assert 0 < tile.grid(n, 132) <= 132 * tile.programs

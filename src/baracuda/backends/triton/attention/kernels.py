@@ -40,14 +40,20 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
-def first_seen(row_ptr, step, keys):
-    """The first key that a row of a mask lets through; `keys` if it lets none."""
+def are_seen(row_ptr, step, least, at, end):
+    """Whether the keys before `end` are seen: twice the byte of each is at least so much."""
+    byte = tl.load(row_ptr + at.to(tl.int64) * step, at < end, other=0)
+    return (byte.to(tl.int32) * 2 >= least) & (at < end)
+
+
+@triton.jit
+def first_seen(row_ptr, step, least, keys):
+    """The first key that is seen; `keys` if there is none."""
     first = keys
     start = keys * 0
     while (first == keys) & (start < keys):
         at = start + tl.arange(0, SCAN)
-        seen = tl.load(row_ptr + at.to(tl.int64) * step, at < keys, other=0)
-        first = tl.min(tl.where(seen != 0, at, keys), 0)
+        first = tl.min(tl.where(are_seen(row_ptr, step, least, at, keys), at, keys), 0)
         start += SCAN
     return first
 
@@ -60,12 +66,14 @@ def partial_place(partial_ptr, number, rows, sizes, DV: tl.constexpr):
 
 @triton.jit
 def attend(
-    q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, partial_ptr, q, k, v, mask, mask_step, sizes, SCALE: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, partial_ptr, q, k, v, mask, mask_step, least, sizes, SCALE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """out[batch, token, head, dv] = softmax(q . k * SCALE) . v; with more than one part the sums of each, as they are.
 
-    `mask_step` is between the keys of the mask. CAUSAL: token t sees the keys 0 to t.
+    `mask_step` is between the keys of the mask; a key is seen whose byte, twice, is `least` or more. There always is a
+    mask: by the narrowest type that goes into a product, Triton chooses the order in which the matrix unit takes it.
+    CAUSAL: token t sees the keys 0 to t.
     """
     R: tl.constexpr = TILE.rows
     BK: tl.constexpr = TILE.keys
@@ -82,11 +90,8 @@ def attend(
     keys = tl.full([], sizes.keys, tl.int32)  # also of one key, which the compiler takes for a constant
     if CAUSAL:
         keys = tl.minimum(keys, token.to(tl.int32) + 1)
-    begin = part * PART
-    seen_ptr = mask_ptr
-    if mask_ptr is not None:
-        seen_ptr = mask_ptr + batch * mask.batch + token * mask.row
-        begin += first_seen(seen_ptr, mask_step, keys)
+    seen_ptr = mask_ptr + batch * mask.batch + token * mask.row
+    begin = part * PART + first_seen(seen_ptr, mask_step, least, keys)
     end = tl.minimum(begin + PART, keys)
 
     rows = tl.arange(0, R)
@@ -103,9 +108,7 @@ def attend(
     total = tl.zeros([R, DV], tl.float32)
     for start in range(begin, end, BK):
         at = start + tl.arange(0, BK)
-        seen = at < end
-        if mask_ptr is not None:
-            seen = tl.load(seen_ptr + at.to(tl.int64) * mask_step, seen, other=0) != 0
+        seen = are_seen(seen_ptr, mask_step, least, at, end)
         row = at.to(tl.int64)
         key = tl.load(
             k_ptr + (row * k.row)[None, :] + columns[:, None], seen[None, :] & (columns < sizes.d)[:, None], other=0

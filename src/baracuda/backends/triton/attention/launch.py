@@ -15,6 +15,10 @@ from ..tune import blocks_of
 from . import kernels, tune
 from .kernels import Sizes, Strides
 
+#: What twice a byte of the mask must be at least: one of a key that is seen, or any. Neither is 1 or a multiple of 16,
+#: for which Triton compiles a kernel of its own.
+SEEN, EVERY = 2, -2
+
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, causal: bool = False
@@ -28,7 +32,10 @@ def attend(
         return out
     tile, places = tune.heads(count // shared, d, dv), batch * tokens * shared
     sizes = Sizes(shared, count // shared, tokens, keys, max(blocks_of(keys, tile.part), 1), d, dv)
-    seen = None if mask is None else mask.view(torch.uint8)
+    # Without a mask every byte will do; the kernel is the same.
+    seen, step, least = out.view(torch.uint8)[:1, :1, :1, :1], 0, EVERY
+    if mask is not None:
+        seen, step, least = mask.view(torch.uint8), mask.stride(3), SEEN
     partial = None
     if sizes.parts > 1:
         partial = query.new_empty(places * sizes.parts * sizes.group * (tile.dv + 2), dtype=torch.float32)
@@ -39,16 +46,14 @@ def attend(
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():
         kernels.attend[(places * sizes.parts,)](
             query, key, value, seen, out, partial, *map(_strides, (query, key, value, seen)),
-            0 if seen is None else seen.stride(3), sizes, SCALE=d**-0.5 if scale is None else scale, CAUSAL=causal,
-            num_stages=tile.stages, **options,
+            step, least, sizes, SCALE=d**-0.5 if scale is None else scale, CAUSAL=causal, num_stages=tile.stages,
+            **options,
         )  # fmt: skip
         if partial is not None:
             kernels.merge[(places,)](out, partial, sizes, **options)
     return out
 
 
-def _strides(x: Tensor | None) -> Strides:
+def _strides(x: Tensor) -> Strides:
     """Of four axes; 0 along one of length 1, which is the same for all."""
-    if x is None:
-        return Strides(0, 0, 0)
     return Strides(*(0 if size == 1 else step for size, step in zip(x.shape[:3], x.stride()[:3], strict=True)))

@@ -21,16 +21,11 @@ from ....core.types import (
 from ...registry import choose, contract
 from .. import devices
 from ..tune import processors_of
-from . import tokens_tune, tune
+from . import tune
 from .tune_floats import DirectFloats, direct_floats
 
 LINEARS = frozenset({QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR})
 WEIGHT_ONLY = frozenset({QuantizeKind.WEIGHT_ONLY_LINEAR})
-#: Whether the GEMM for the fewest tokens quantizes its activations itself, where `tokens_tune` has a tile for that.
-#: Read when a plan is selected.
-QUANTIZES_TOKENS = True
-#: Whether packed weights and up to 16 tokens of floats take the kernel of `tune_floats.direct_floats`, where it fits.
-TAKES_DIRECT_FLOATS = True
 
 
 def declines(p: Problem, device: torch.device) -> str | None:
@@ -115,10 +110,8 @@ def weight_only_guarantee(p: Problem) -> PrecisionGuarantee:
 
 def weight_only_tile(p: Problem, device: torch.device) -> tune.Packed | tune.Few | DirectFloats:
     (m, n, k), packed = p.shape, p.weight.is_packed
-    if TAKES_DIRECT_FLOATS and packed:
-        direct = direct_floats(m, n, k, p.weight_group, processors_of(device))
-        if direct is not None:
-            return direct
+    if packed and (direct := direct_floats(m, n, k, p.weight_group, processors_of(device))) is not None:
+        return direct
     few = tune.few_floats(m, n, k, processors_of(device)) if packed else None
     if few is not None and tune.few_takes_groups(few, p.weight_group):
         return few
@@ -136,17 +129,14 @@ def few_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
     return tile if tile is not None and tune.few_takes_groups(tile, p.weight_group) else None
 
 
-def quantizing_tile(p: Problem, device: torch.device) -> tune.Few | tune.Direct | None:
+def quantizing_tile(p: Problem, device: torch.device) -> tune.Direct | None:
     """The tile of a linear whose GEMM quantizes the activations itself; None where a kernel before does it."""
-    if not QUANTIZES_TOKENS or p.op is not QuantizeKind.QUANTIZED_LINEAR or p.arithmetic is not Arithmetic.DIVIDE:
+    if p.op is not QuantizeKind.QUANTIZED_LINEAR or p.arithmetic is not Arithmetic.DIVIDE:
         return None
-    (m, n, k), bytes_each = p.shape, p.element.dtype.itemsize
-    tile = few_tile(p, device)
-    if isinstance(tile, tune.Direct):
-        return tokens_tune.direct(tile, m, k, bytes_each)
-    if tile is None:
-        return None
-    return tokens_tune.few(tile, m, n, k, bytes_each, p.weight.is_packed, processors_of(device))
+    (m, _, k), tile = p.shape, few_tile(p, device)
+    if isinstance(tile, tune.Direct) and tune.direct_quantizes(tile, m, k, p.element.dtype.itemsize):
+        return tile
+    return None
 
 
 def describe_matmul(p: Problem, device: torch.device) -> str:

@@ -209,6 +209,18 @@ def direct(m: int, n: int, k: int, group: int) -> Direct | None:
     return Direct(tokens, span // 2, chunks, warps, programs, chunks * span * warps == k)
 
 
+#: The most tokens that a program of `Direct` quantizes itself, and the most bytes of them that a thread holds between
+#: its look for the largest and the division.
+QUANTIZED_TOKENS, QUANTIZED_BYTES = 4, 128
+
+
+def direct_quantizes(tile: Direct, m: int, k: int, element_bytes: int) -> bool:
+    """Whether every program quantizes all activations, while its first weights are on their way, and no kernel before
+    does. `Few` was slower that way with packed weights and for long K, and as fast with weights of s8."""
+    held = power_of_two(m) * k * element_bytes
+    return m <= QUANTIZED_TOKENS and held <= QUANTIZED_BYTES * 32 * tile.warps
+
+
 def few_takes_groups(tile: Few, group: int) -> bool:
     """Whether a step of the kernel has whole groups, as many as a power of two, or is part of one."""
     span = 2 * tile.k

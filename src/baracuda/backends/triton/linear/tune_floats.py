@@ -81,9 +81,9 @@ class DirectFloats:
 def direct_floats(
     m: int, n: int, k: int, group: int, processors: int, depth: int = 0, groups: int = 0, programs: int = 1
 ) -> DirectFloats | None:
-    """The schedule of a packed weight-only linear and the fewest tokens; None where it does not fit. `depth` and
-    `groups` are chosen unless they are given."""
-    if m > 16 or k % 32 or not (group in (32, 64) or group % CHUNK == 0):
+    """The schedule of a packed weight-only linear and the fewest tokens; None where it does not fit or the kernel
+    with a ring of copies is faster. `depth` and `groups` are chosen unless they are given."""
+    if m > (16 if n * k <= 2**25 else 1) or k % 32 or not (group in (32, 64) or group % CHUNK == 0):
         return None
     split = weight_only_split(n, k, processors)
     for apart in (False, True) if split > 1 else (False,):
@@ -101,9 +101,7 @@ def _tile(
     tiles = blocks_of(blocks_of(n, 16), _shares(n, processors, programs, split // parts))
     groups = groups or min(power_of_two(tiles), 16 // parts)
     warps, tokens = groups * parts, power_of_two(m)
-    # What is on its way fills the registers; the sums of 16 tokens take more of them.
-    most = 14 if warps * programs <= 8 else 4 if m > 8 else 8
-    depth = depth or _depth(part, most)
+    depth = depth or _depth(part)
     steps = blocks_of(part, depth)
     whole, one_turn = part * CHUNK * split == k and part == steps * depth, tiles <= groups
     together = 1
@@ -126,6 +124,6 @@ def _shares(n: int, processors: int, programs: int, apart: int) -> int:
     return min(max(1, processors * programs // apart), blocks_of(n, 16))
 
 
-def _depth(part: int, most: int) -> int:
-    """Chunks ahead, so that the last step lacks few."""
-    return part if part <= most else min(range(most, most // 2, -1), key=lambda depth: blocks_of(part, depth) * depth)
+def _depth(part: int) -> int:
+    """Chunks ahead: all of a short part, else a few; twice as many on their way were slower."""
+    return part if part <= 8 else 7 if part % 7 == 0 else 4

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...numerics.decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_in, factor_offset, without_16
 from .epilogue import completed, read_scales, scaled
-from .tokens import Tokens, appended, folded_tokens
+from .tokens import Tokens, appended
 
 #: Of the program's threads; Triton 3.7 renamed it.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -73,14 +73,13 @@ def let_next_kernel_start():
 
 @gluon.jit
 def fetch_weight(place, w_desc, x_desc, w_bufs, full, work):
-    """Start the copy of a step's weights; its barrier will wait for the step's activations too, if they are copied."""
+    """Start the copy of a step's weights; its barrier will wait for the step's activations too."""
     unit, step, stage = place
     live = unit < work.units
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
-    TOKENS: gl.constexpr = 0 if x_desc is None else x_desc.block_type.nbytes
     ready = full.index(stage)
-    mbarrier.expect(ready, w_desc.block_type.nbytes + TOKENS, pred=live)
+    mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
     tma.async_copy_global_to_shared(w_desc, [unit * BN, step * BK], ready, w_bufs.index(stage), pred=live)
 
 
@@ -276,13 +275,13 @@ def unit_scales(
 
 
 @gluon.jit
-def store(acc, unit, scales, out_ptr, terms, M, N, KINDS: gl.constexpr, kept=None):
+def store(acc, unit, scales, out_ptr, terms, M, N, KINDS: gl.constexpr):
     """Scale and store the sums of a unit's rows of the weight; `scales` may have been read before."""
     LAYOUT: gl.constexpr = acc.type.layout
     BN: gl.constexpr = acc.shape[0]
     BT: gl.constexpr = acc.shape[1]
     if scales is None:
-        scales = unit_scales(unit, BN, BT, LAYOUT, terms, M, N, KINDS, kept)
+        scales = unit_scales(unit, BN, BT, LAYOUT, terms, M, N, KINDS)
     columns = unit * BN + gl.arange(0, BN, gl.SliceLayout(1, LAYOUT))
     tokens = gl.arange(0, BT, gl.SliceLayout(0, LAYOUT))
     y = scaled(acc, tokens, columns, M, N, scales, terms, KINDS)
@@ -296,19 +295,16 @@ def gemm_few(
     x_desc, w_desc, w_ptr, factor_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs.
-
-    With FORM.tokens, `x_desc` is a pointer to floats, which all programs quantize while their first weights arrive."""
+    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs."""
     M, N, K = shape
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
-    BT: gl.constexpr = TILE.tokens
+    BT: gl.constexpr = x_desc.block_type.shape[0]
     STAGES: gl.constexpr = TILE.stages
     FOLD: gl.constexpr = TILE.fold
     WGMMA: gl.constexpr = TILE.wgmma
     PACKED: gl.constexpr = FORM.packed
     GROUP: gl.constexpr = FORM.group
-    TOKENS: gl.constexpr = FORM.tokens
     SPAN: gl.constexpr = 2 * BK if PACKED else BK
     # Weights whose factors lie in one element of `factor_ptr`: those of a step, or a group's.
     COVERS: gl.constexpr = GROUP * factor_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -320,6 +316,7 @@ def gemm_few(
     if FORM.early != "no":
         let_next_kernel_start()
     w_bufs = gl.allocate_shared_memory(w_desc.dtype, [STAGES, BN, BK], w_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, x_desc.block_type.shape[1]], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
@@ -336,24 +333,16 @@ def gemm_few(
     if FORM.early == "prefetch":
         prefetch_rows(w_ptr, pid * BN, rows, 0, TILE.ahead * BK, work.columns, BN)
         wait_for_previous_kernel()
-    copied = x_desc
-    if TOKENS is not None:
-        copied = None
     place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
-        fetch_weight(place, w_desc, copied, w_bufs, full, work)
+        fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
         place = following(place, work, STAGES)
     if FORM.early == "copy":
         wait_for_previous_kernel()
-    kept = None
-    if TOKENS is not None:
-        x_bufs, kept = folded_tokens(x_desc, TILE, SPAN, PACKED, TOKENS)
-    else:
-        x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BT, x_desc.block_type.shape[1]], x_desc.layout)
-        x_place = (pid, 0, 0)
-        for _ in gl.static_range(STAGES - 1):
-            fetch_tokens(x_place, x_desc, x_bufs, full, work)
-            x_place = following(x_place, work, STAGES)
+    x_place = (pid, 0, 0)
+    for _ in gl.static_range(STAGES - 1):
+        fetch_tokens(x_place, x_desc, x_bufs, full, work)
+        x_place = following(x_place, work, STAGES)
 
     stage = 0
     phase = 0
@@ -373,12 +362,10 @@ def gemm_few(
                 next_factors = load_factors(base, k + 1, K, FOLD, GROUP, SPAN)
             mbarrier.wait(full.index(stage), phase)
             barrier()  # all warps are done with the stage before, which is fetched anew
-            fetch_weight(place, w_desc, copied, w_bufs, full, work)
-            if TOKENS is None:
-                fetch_tokens(place, x_desc, x_bufs, full, work)
+            fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
+            fetch_tokens(place, x_desc, x_bufs, full, work)
             place = following(place, work, STAGES)
-            x_at = stage if TOKENS is None else k
-            sums = multiply(w_bufs.index(stage), x_bufs.index(x_at), sums, factors, WGMMA, PACKED, GROUP)
+            sums = multiply(w_bufs.index(stage), x_bufs.index(stage), sums, factors, WGMMA, PACKED, GROUP)
             factors = next_factors
             stage += 1
             if stage == STAGES:
@@ -387,4 +374,4 @@ def gemm_few(
         acc = unfolded(added(sums), FOLD)
         if PACKED and GROUP == 0:
             acc = without_16(acc)
-        store(acc, unit, None, out_ptr, terms, M, N, KINDS, kept)
+        store(acc, unit, None, out_ptr, terms, M, N, KINDS)

@@ -35,7 +35,6 @@ from .epilogue import HopperTerms, TermKinds
 from .few import Form, gemm_few
 from .few_floats import gemm_few_floats
 from .floats import FloatForm
-from .tokens import Tokens
 
 #: Factors that are read together, as one integer.
 FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
@@ -45,7 +44,7 @@ def few_source(
     tile: tune.Few, form: Form, out: torch.dtype, forms: HopperTerms, kinds: TermKinds, n: int
 ) -> GluonASTSource:
     signature = {
-        "x_desc": POINTERS[out] if form.tokens else _tokens_form(tile, form.packed),
+        "x_desc": _tokens_form(tile, form.packed),
         "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
         "w_ptr": "*i8",
         "factor_ptr": FACTORS[form.factors],
@@ -53,8 +52,7 @@ def few_source(
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
-    divisible = _divisible(n) | ({"x_desc": ALIGNMENT} if form.tokens else {})
-    return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, divisible)
+    return source_of(gemm_few, signature, {"TILE": tile, "FORM": form, "KINDS": kinds}, _divisible(n))
 
 
 def _tokens_form(tile: tune.Few, packed: bool) -> str:
@@ -106,34 +104,23 @@ def few_floats(p: Problem, tile: tune.Few, source: GluonASTSource, device: torch
 
 
 def few_tokens(
-    p: Problem,
-    device: torch.device,
-    f: GemmSources,
-    otherwise: Launch,
-    tile: tune.Few,
-    early: str,
-    tokens: Tokens | None = None,
+    p: Problem, device: torch.device, f: GemmSources, otherwise: Launch, tile: tune.Few, early: str
 ) -> Launch:
-    """`early` says how the weight may be read before the previous kernel ends, `tokens` how the activations are
-    quantized if they are floats (`few.Form`)."""
+    """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
     m, n, k = p.shape
     packed, group, fold = p.weight.is_packed, p.weight_group, tile.fold
     pairs = 2 if packed else 1
-    registers = tile.thread_registers if tokens or (packed and tile.wgmma) else 0
+    registers = tile.thread_registers if packed and tile.wgmma else 0
 
     def make(arguments: list[Value]) -> _host.Kernel:
-        forms, kinds = terms_of(arguments, 1, p.nonlinearity, tokens is not None)
+        forms, kinds = terms_of(arguments, 1, p.nonlinearity)
         pdl = captures_pdl()
         together = tile.span(packed) // group if group else 1
         together = together if together in FACTORS and k // fold // max(group, 1) % together == 0 else 1
-        form = Form(packed, group, early if pdl else "no", together, tokens=tokens)
+        form = Form(packed, group, early if pdl else "no", together)
         made = compiled(few_source(tile, form, p.element.dtype, forms, kinds, n), tile.warps, pdl, registers)
-        kernel = loaded(made, tile.grid(n, processors_of(device)))
-        *x, weight = made.metadata.tensordesc_meta
-        if tokens:
-            kernel.address(X)
-        else:
-            matrix(kernel, X, x[0], m * fold, k // fold // (1 if tile.wgmma else pairs))
+        kernel, (x, weight) = loaded(made, tile.grid(n, processors_of(device))), made.metadata.tensordesc_meta
+        matrix(kernel, X, x, m * fold, k // fold // (1 if tile.wgmma else pairs))
         matrix(kernel, WEIGHT, weight, n * fold, k // fold // pairs)
         kernel.address(WEIGHT)
         kernel.address(FACTOR)

@@ -110,7 +110,7 @@ def hopper_weight_only(p: Problem, device: torch.device) -> Launch:
     return weight_only(p, device, portable(p, device))
 
 
-def _one_kernel(p: Problem, device: torch.device, f: GemmSources, tile: tune.Few | tune.Direct, two: Launch) -> Launch:
+def _one_kernel(p: Problem, device: torch.device, f: GemmSources, tile: tune.Direct, two: Launch) -> Launch:
     """A GEMM that quantizes the activations; operands that it cannot address take `two` kernels.
 
     The kernel before is anyone's and may have written the weight.
@@ -119,9 +119,7 @@ def _one_kernel(p: Problem, device: torch.device, f: GemmSources, tile: tune.Few
     (m, _, k), rows, scale = p.shape, activation_problem(p), POINTERS[p.scale_element.dtype]
     rule = dynamic_rule(rows, range_config(rows, device).tile)
     tokens = Tokens(m, k, rule.range, rule.quantizer, rule.bounds, scale.removeprefix("*"))
-    if isinstance(tile, tune.Direct):
-        return direct_tokens(p, device, f, two, tile, early, tokens)
-    return few_tokens(p, device, f, two, tile, early, tokens)
+    return direct_tokens(p, device, f, two, tile, early, tokens)
 
 
 def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLayout, portable: Launch) -> Launch:

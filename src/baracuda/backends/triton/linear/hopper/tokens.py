@@ -3,7 +3,7 @@ kernel before.
 
 Every program reads all of them, finds each token's largest magnitude and scale, and puts the integers into shared
 memory as its products read them. Columns are read in steps of SPAN, of PARTS parts of a token at once that lie STRIDE
-apart: the parts of a folded row, or those of the warps.
+apart: those of the warps.
 """
 
 # A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
@@ -42,11 +42,6 @@ class Tokens(NamedTuple):
 def rounded_up(n: int) -> int:
     """To a power of two."""
     return 1 << (n - 1).bit_length()
-
-
-@triton.constexpr_function
-def cover(size: int, step: int) -> int:
-    return -(-size // step)
 
 
 @triton.constexpr_function
@@ -150,27 +145,6 @@ def kept_scales(scale, SIZE: gl.constexpr):
     room = gl.allocate_shared_memory(gl.float32, [SIZE], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
     room.store(repeated(scale, 0, SIZE))
     return room
-
-
-@gluon.jit
-def folded_tokens(x_ptr, TILE: gl.constexpr, SPAN: gl.constexpr, PAIRS: gl.constexpr, TOKENS: gl.constexpr):
-    """(the folded rows of all tokens, [steps, rows, SPAN], or as pairs in int16; their scales), in shared memory."""
-    FOLD: gl.constexpr = TILE.fold
-    ROWS: gl.constexpr = TILE.tokens
-    STRIDE: gl.constexpr = TOKENS.k // FOLD
-    STEPS: gl.constexpr = cover(STRIDE, SPAN)
-    ROUND: gl.constexpr = rounded_up(TOKENS.m)
-    BYTES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SPAN], gl.int8)
-    room = gl.allocate_shared_memory(gl.int8, [STEPS, ROWS, SPAN], BYTES)
-    integers, scale = quantized_columns(x_ptr, STEPS, FOLD, SPAN, STRIDE, TOKENS)
-    for i in gl.static_range(STEPS):
-        room.index(i).store(repeated(gl.reshape(integers[i], [ROUND * FOLD, SPAN]), 0, ROWS))
-    scales = kept_scales(scale, ROWS // FOLD)
-    if PAIRS:
-        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, SPAN // 2], gl.int16)
-        return room._reinterpret(gl.int16, [STEPS, ROWS, SPAN // 2], LAYOUT), scales
-    else:
-        return room, scales
 
 
 @gluon.jit
