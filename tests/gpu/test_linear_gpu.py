@@ -253,7 +253,7 @@ def test_few_tokens_of_a_weight_only_linear_have_the_bits_of_many(n, k, form) ->
     _, whole = weight_only_output(300, n, k, form, inputs)
     for m in range(1, 17):
         plan, part = weight_only_output(m, n, k, form, (inputs[0][:m], *inputs[1:]))
-        assert "chunks ahead" in plan.sku().epilogue
+        assert ("chunks ahead" in plan.sku().epilogue) == (m == 1 or n * k <= 2**25)
         assert torch.equal(part, whole[:m]), m
 
 
