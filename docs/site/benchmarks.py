@@ -262,6 +262,8 @@ def _times(peer: float | None, ours: float) -> str:
 def qat_steps() -> str:
     """What quantization adds to a training step, from the committed runs of `python -m bench qat_step`."""
     found = [step for way in ("eager", "compiled") if (run := read(f"qat-step-{way}")) for step in run["steps"]]
+    if not found:
+        return "No run is committed yet: `python -m bench qat_step` makes one."
     floats = {(step["way"], step["size"]): step["ms"] for step in found if step["step"] == "float"}
     rows = [
         [

@@ -12,7 +12,7 @@ from torch import Tensor
 from .cpu import attention as cpu
 
 _FLOATS = {"cpu": (torch.bfloat16, torch.float16, torch.float32), "cuda": (torch.bfloat16, torch.float16)}
-#: The widest head of a GPU's kernel.
+#: The most elements of a head, and the most queries that share a key, of a GPU's kernel.
 _WIDEST = 256
 
 
@@ -32,7 +32,8 @@ def declines(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> 
     if key.shape != (batch, shared, keys, d) or value.shape[:3] != key.shape[:3] or not shared or heads % shared:
         return f"expected keys and values that fit, got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}"
     if kind == "cuda" and max(d, value.shape[3], heads // shared) > _WIDEST:
-        return f"expected heads of {_WIDEST} elements at most, got {d} and {value.shape[3]}"
+        found = f"{d} and {value.shape[3]}, and {heads // shared} queries"
+        return f"expected {_WIDEST} elements of a head and queries of a key at most, got {found}"
     if mask is not None and (
         mask.dtype is not torch.bool
         or mask.ndim != 4

@@ -7,14 +7,16 @@ from torch import nn
 from ..nn.attention import FASTER, MARK, ORDERED, TORCHS, recording
 from .merge import Inputs, PassError, Passes
 
+_NOT_TORCHS, _ONE_ORDER = "not torch's to the last bit", "has one order of summation, whatever the batch"
 _SAID = {
-    ("cpu", FASTER): "is computed by baracuda's kernel where that is faster, not torch's to the last bit",
-    ("cpu", ORDERED): "has one order of summation, whatever the batch, the padding and the number of tokens",
-    (
-        "cuda",
-        FASTER,
-    ): "of single tokens is computed by baracuda's kernel inside torch.compile, not torch's to the last bit",
-    ("cuda", ORDERED): "has one order of summation, whatever the batch, padding on the left and the number of tokens",
+    "cpu": {
+        FASTER: f"is computed by baracuda's kernel where that is faster, {_NOT_TORCHS}",
+        ORDERED: f"{_ONE_ORDER}, the padding and the number of tokens",
+    },
+    "cuda": {
+        FASTER: f"of single tokens is computed by baracuda's kernel inside torch.compile, {_NOT_TORCHS}",
+        ORDERED: f"{_ONE_ORDER}, padding on the left and the number of tokens",
+    },
 }
 
 
@@ -38,7 +40,7 @@ def switch_attention(model: nn.Module, to: str, inputs: Inputs | None = None) ->
         if module in called and called[module] is None and module.__dict__.get(MARK) not in (TORCHS, ORDERED):
             module.__dict__[MARK] = to
         if called.get(module) is None and module.__dict__.get(MARK) == to:
-            switched[name] = _SAID[next(iter(kinds)), to]
+            switched[name] = _SAID[next(iter(kinds))][to]
     return switched
 
 

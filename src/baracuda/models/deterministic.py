@@ -68,7 +68,7 @@ def deterministic(
     gradients they had; weight-only linears multiply the packed weight whatever the number of rows, which takes longer
     for many rows on a CPU. The head stays in floating point unless `quantize_head` is set. Attention of a transformers
     model is computed by baracuda's kernel, too: on a CPU behind any padding, on a GPU behind padding on the left and in
-    16-bit floats; that takes longer for prompts on a GPU.
+    16-bit floats. For prompts on a GPU that takes longer, and memory that grows with the square of their length.
     Only modules are judged: a model's own code between them may add up rows as it likes.
     """
     found, unknown = Invariance(), dict[str, str]()
