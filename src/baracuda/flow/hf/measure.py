@@ -33,8 +33,8 @@ def memory(model: nn.Module) -> int:
 def prefill(
     models: Mapping[str, nn.Module], batch: int, length: int, *, rounds: int = 5, seconds: float = 20.0
 ) -> dict[str, float]:
-    """Seconds of one forward over `batch` prompts of `length` tokens, which fills the cache and gives one logit row."""
-    bodies = {name: _forward(model, prompt(model, batch, length)) for name, model in models.items()}
+    """Seconds of one `forward` over the prompts."""
+    bodies = {name: forward(model, batch, length) for name, model in models.items()}
     return in_turns(bodies, rounds, seconds, device_of(next(iter(models.values()))))
 
 
@@ -123,15 +123,22 @@ def in_turns(
         if turn > 1 and time.perf_counter() - begin > seconds:
             break
         for name, body in bodies.items():
-            wait(device)
-            start = time.perf_counter()
-            body()
-            wait(device)
-            times[name].append(time.perf_counter() - start)
+            times[name].append(seconds_of(body, device))
     return {name: median(each) for name, each in times.items()}
 
 
-def _forward(model: nn.Module, ids: Tensor) -> Callable[[], object]:
+def seconds_of(body: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    body()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def forward(model: nn.Module, batch: int, length: int) -> Callable[[], object]:
+    """What fills the cache with `batch` prompts of `length` tokens and gives one logit row each."""
+    ids = prompt(model, batch, length)
+
     def body() -> object:
         with torch.no_grad():
             return model(input_ids=ids, use_cache=True, logits_to_keep=1)
