@@ -66,7 +66,7 @@ LINEAR_SHAPES += [(65, 72, 4112)]
 #: m, k of packed weights whose K the warps share out: some without work, all with the same.
 PACKED = [(3, 1152), (16, 4096)]
 #: m, k of packed weights and float activations: all that a warp multiplies at once or in steps, K whole and in parts.
-PACKED_FLOATS = [(1, 1152), (3, 2048), (16, 4352)]
+PACKED_FLOATS = [(1, 1152), (3, 4352), (16, 2048)]
 LINEARS = (QuantizeKind.QUANTIZED_LINEAR, QuantizeKind.SMOOTHQUANT_LINEAR)
 
 

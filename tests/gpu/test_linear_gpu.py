@@ -164,6 +164,9 @@ def packed_problem(op: QuantizeKind, m: int, n: int, k: int, group: int, element
 PACKED = [(1032, 4096, 128), (264, 1536, 0), (520, 1024, 32), (136, 2048, 512), (4104, 768, 96), (72, 14336, 64)]
 #: Few tokens whose warps share out K: many tiles, and warps with fewer chunks than others.
 PACKED += [(8456, 4096, 128), (136, 6208, 64), (24, 16384, 0)]
+#: Few tokens over two parts of K.
+PARTS = (2888, 8224, 32)
+PACKED += [PARTS]
 
 
 @pytest.mark.parametrize("n, k, group", PACKED)
@@ -175,12 +178,20 @@ def test_a_packed_weight_has_the_bits_of_the_reference_for_any_number_of_tokens(
         assert_matches(Case(p))
 
 
-@pytest.mark.parametrize("m", [1, 16, 300])
+@pytest.mark.parametrize(
+    "m, n, k, group", [(1, 1032, 1024, 128), (16, 1032, 1024, 128), (300, 1032, 1024, 128), (13, *PARTS)]
+)
 @pytest.mark.parametrize("element", [ElementKind.F16, ElementKind.F32], ids=lambda kind: kind.value)
-def test_a_packed_weight_takes_every_epilogue(element, m) -> None:
+def test_a_packed_weight_takes_every_epilogue(element, m, n, k, group) -> None:
     for activation in Activation:
-        p = replace(packed_problem(LINEARS[0], m, 1032, 1024, 128, element), nonlinearity=activation)
+        p = replace(packed_problem(LINEARS[0], m, n, k, group, element), nonlinearity=activation)
         assert_matches(Case(p, "edges", residual=True))
+
+
+def test_few_tokens_of_a_long_packed_weight_are_multiplied_in_parts() -> None:
+    for m, parts in ((8, False), (9, True), (16, True), (17, False)):
+        p = packed_problem(LINEARS[0], m, *PARTS, ElementKind.BF16)
+        assert ("K in 2" in SelectedPlan(p, DEVICE).sku().epilogue) == parts, m
 
 
 @pytest.mark.parametrize("group", [32, 64, 128])
@@ -253,7 +264,8 @@ def test_few_tokens_of_a_weight_only_linear_have_the_bits_of_many(n, k, form) ->
     _, whole = weight_only_output(300, n, k, form, inputs)
     for m in range(1, 17):
         plan, part = weight_only_output(m, n, k, form, (inputs[0][:m], *inputs[1:]))
-        assert ("chunks ahead" in plan.sku().epilogue) == (m == 1 or n * k <= 2**25)
+        ring = (m > 1 and n * k > 2**25) or (m > 8 and (n, k) == (4096, 4096))
+        assert ("chunks ahead" in plan.sku().epilogue) != ring
         assert torch.equal(part, whole[:m]), m
 
 

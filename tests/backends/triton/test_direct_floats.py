@@ -74,8 +74,11 @@ def assert_bits_of_other_kernels(
     with monkeypatch.context() as patch:
         patch.setattr(support, "direct_floats", lambda *_: None)
         split = tune.weight_only_split(n, k, PROCESSORS)
-        p16 = replace(p, shape=(16, n, k))
-        wanted = output(launched, p16, given, ["gemm_few_floats", *["sum_parts"] * (split > 1)])
+        ring = ["gemm_few_floats", *["sum_parts"] * (split > 1)]
+        wanted = output(launched, replace(p, shape=(16, n, k)), given, ring)
+        # Of up to 8 tokens the activations are reordered, of more the weights are decoded in their order.
+        few = output(launched, replace(p, shape=(7, n, k)), given, ring)
+    assert torch.equal(few.view(torch.int16), wanted[:7].view(torch.int16))
     assert bool(wanted.isfinite().all()) and bool((wanted != 0).any())
     for m in tokens:
         got = output(launched, replace(p, shape=(m, n, k)), given, ["gemm_direct_floats"])
@@ -92,9 +95,9 @@ SIZES = [
     (24, 2048, 128, (5, 16)),
     (136, 2176, 0, (7,)),
     (24, 2560, 256, (1, 10)),
-    (40, 4096, 128, (2, 9)),
+    (40, 4096, 128, (2, 8)),
     (40, 4096, 32, (1,)),
-    (24, 4352, 64, (4, 13)),
+    (24, 4352, 64, (4, 7)),
 ]
 
 
@@ -155,7 +158,7 @@ def test_every_end_has_the_bits_of_the_other_kernels(
     assert_bits_of_other_kernels(launched, monkeypatch, p, operands_of(p, ends=True), (2, 9))
 
 
-@pytest.mark.parametrize("m, k, group", [(3, 1024, 128), (16, 4096, 64)])
+@pytest.mark.parametrize("m, k, group", [(3, 1024, 128), (8, 4096, 64), (16, 2048, 64)])
 def test_kernels_that_do_not_overlap_have_the_same_bits(
     launched: Launched, monkeypatch: pytest.MonkeyPatch, m: int, k: int, group: int
 ) -> None:
@@ -207,7 +210,7 @@ def test_words_come_straight_into_registers_and_none_of_them_spills(m: int, n: i
 
     tile = tune_floats.direct_floats(m, n, k, 128, 132)
     if tile is None:
-        assert m > 1 and n * k > 2**25, "there the kernel with a ring is faster"
+        assert n * k > 2**25 or (m > 8 and (n, k) == (4096, 4096)), "there the kernel with a ring is faster"
         return
     forms, kinds = binding.term_forms(None, None, None, None, 1)
     kinds = kinds._replace(scale="none", weight_scale="none")
@@ -243,8 +246,11 @@ def test_programs_have_all_rows_and_warps_all_of_k(m: int, n: int, k: int) -> No
     for group in (0, 32, 64, 96, 128, 256):
         tile = tune_floats.direct_floats(m, n, k, group, 132)
         if tile is None:
-            assert m > (1 if n * k > 2**25 else 16) or group == 96 or 2 * k * 8 > tune_floats.SHARED / 2
+            ring_is_faster = m > 8 and tune.weight_only_split(n, k, 132) > 2
+            fits = group != 96 and 2 * k * 8 <= tune_floats.SHARED / 2
+            assert m > (1 if n * k > 2**25 else 16) or ring_is_faster or not fits
             continue
+        assert m <= 8 or tile.split <= 2
         assert m <= tile.tokens <= 16 and tile.shared <= tune_floats.SHARED
         assert tile.split == tune.weight_only_split(n, k, 132)
         assert tile.split == 1 or tile.part * 128 % tune.PART_OF_K == 0

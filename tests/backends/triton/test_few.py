@@ -62,6 +62,18 @@ def test_the_linear_for_few_tokens_has_the_bits_of_the_reference(
     assert names[-1] == "gemm_few"
 
 
+@pytest.mark.parametrize("op", [GIVEN, MADE], ids=lambda op: op.value)
+@pytest.mark.parametrize("k, group, fold", [(1088, 32, 1), (1280, 128, 2), (1152, 0, 1)])
+def test_parts_of_k_add_up_to_the_bits_of_the_reference(
+    launched: Launched, monkeypatch: pytest.MonkeyPatch, op: QuantizeKind, k: int, group: int, fold: int
+) -> None:
+    """The last part is shorter, and ends within a step."""
+    tile = tune.Few(16 * fold, 64, 64, 3, 2, fold, split=3)
+    monkeypatch.setattr(tune, "few", lambda *_: tile)
+    names = assert_reference_bits(launched, problem(op, 13, 72, k, "s4", group))
+    assert names[-2:] == ["gemm_few", "sum_parts"]
+
+
 @pytest.mark.parametrize("m, n, k, group", [(3, 72, 512, 128), (16, 72, 1024, 32)])
 @pytest.mark.parametrize("kernel", ["gemm_few_floats", "gemm_direct_floats"])
 def test_the_weight_only_linear_for_few_tokens_is_within_its_stated_distance(

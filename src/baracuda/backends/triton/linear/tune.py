@@ -159,9 +159,12 @@ def _few_packed(m: int, n: int, k: int, processors: int) -> Few | None:
     if m <= 8:
         return Few(8, 64, 128, 4, 4, 1, wgmma=True) if many_rows else Few(16, 64, 128, 4, 4, 2, wgmma=True)
     if m <= 16:
-        if 3 * n <= 128 * processors:
-            return Few(32, 64, 256, 3, 2, 2)
-        return Few(16, 64, 256, 3, 2, 1) if n <= 128 * processors else Few(16, 128, 128, 3, 3, 1)
+        if n > 128 * processors:
+            return Few(16, 128, 128, 4, 2, 1)
+        # Two parts of a long K where the rows alone leave half of the programs idle.
+        if processors <= 3 * -(-n // 64) <= 3 * processors and k >= 8192:
+            return Few(16, 64, 256, 3, 2, 1, split=2)
+        return Few(32, 64, 256, 3, 2, 2) if 3 * n <= 128 * processors else Few(16, 64, 256, 3, 2, 1)
     if many_rows:
         return Few(32 if m <= 32 else 64, 128, 128, 3, 2, 1, wgmma=True, warps=8)
     return Few(64, 64, 128, 3, 3, 2 if m <= 32 else 1, wgmma=True) if n * k <= 2**25 else None
@@ -307,6 +310,14 @@ def parts(tiles: int, k: int, shortest: int, programs: int) -> int:
     while split < 4 and 2 * split * tiles <= programs and k >= 2 * split * shortest:
         split *= 2
     return split
+
+
+def sums(m: int, n: int, processors: int) -> tuple[int, int]:
+    """Rows and columns of the output that a program gets which adds up the parts."""
+    rows, elements = min(16, power_of_two(m)), 2048
+    while elements > 512 and m * n < elements * processors:
+        elements //= 2
+    return rows, elements // rows
 
 
 def packed(m: int, n: int, k: int, out_bytes: int, processors: int) -> Packed:

@@ -86,6 +86,8 @@ def direct_floats(
     if m > (16 if n * k <= 2**25 else 1) or k % 32 or not (group in (32, 64) or group % CHUNK == 0):
         return None
     split = weight_only_split(n, k, processors)
+    if m > 8 and split > 2:  # its parts would lie apart, where the ring is faster
+        return None
     for apart in (False, True) if split > 1 else (False,):
         tile = _tile(m, n, k, group, processors, split, apart, depth, groups, programs)
         if tile.shared <= (SHARED + 1024) // programs - 1024:

@@ -152,11 +152,23 @@ def apart_asm(kind: str, signed: bool) -> str:
 
 
 @triton.constexpr_function
-def apart_exact_asm(kind: str, signed: bool) -> str:
-    """The same, less the f32 $4, which has the power of two in it, times the f32 $3: as `exact_asm`."""
-    flip = " xor.b32 t, t, 0x00080008;" if signed else ""
+def neighbours_asm(kind: str, signed: bool) -> str:
+    """$0 = the two weights of the byte $2 of the word $1, times the halves of $3: as `nibbles_asm`."""
+    one = 0x43004300 if kind == "bf16" else 0x64006400
+    less = one + 0x00080008 if signed else one
     return (
-        f"{{ .reg .b32 t, u; .reg .f32 a, b, s, c; shr.u32 t, $1, $2;{flip} shr.u32 u, t, 16;"
+        f"{{ .reg .b32 r, c; mov.b32 c, {less:#x}; prmt.b32 r, $1, 0, $2; mul.lo.u32 r, r, 0x1001;"
+        f" lop3.b32 r, r, 0x000F000F, {less:#x}, 0x6A; sub.rn.{kind}x2 r, r, c; mul.rn.{kind}x2 $0, r, $3; }}"
+    )
+
+
+@triton.constexpr_function
+def pair_exact_asm(kind: str, signed: bool, apart: int) -> str:
+    """$0 = two weights of the word $1, those at bit $2 and `apart` above, less the f32 $4, which has the power of two
+    in it, times the f32 $3: as `exact_asm`."""
+    flip = f" xor.b32 t, t, {8 + (8 << apart):#x};" if signed else ""
+    return (
+        f"{{ .reg .b32 t, u; .reg .f32 a, b, s, c; shr.u32 t, $1, $2;{flip} shr.u32 u, t, {apart};"
         " lop3.b32 t, t, 0xF, 0x4B000000, 0xEA; lop3.b32 u, u, 0xF, 0x4B000000, 0xEA;"
         " mov.b32 a, t; mov.b32 b, u; mov.b32 s, $3; mov.b32 c, $4;"
         " sub.rn.f32 a, a, c; mul.rn.f32 a, a, s; sub.rn.f32 b, b, c; mul.rn.f32 b, b, s;"
@@ -210,8 +222,26 @@ def decode_apart(word, bit, scale, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
 @gluon.jit
 def decode_apart_exactly(word, bit, scale, shift, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
     """The same, less a `shift_of` and times a scale in f32."""
-    ASM: gl.constexpr = apart_exact_asm(name_of(DTYPE), SIGNED)
+    ASM: gl.constexpr = pair_exact_asm(name_of(DTYPE), SIGNED, 16)
     return gl.inline_asm_elementwise(ASM, "=r,r,r,r,r", [word, bit, scale, shift], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decode_neighbours(word, byte, scale, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
+    """The two weights of a byte of each word times a scale of their own type, as the halves of an int32."""
+    ASM: gl.constexpr = neighbours_asm(name_of(DTYPE), SIGNED)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,r,r", [word, 0x4440 + byte, scale], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def decode_neighbours_exactly(word, byte, scale, shift, DTYPE: gl.constexpr, SIGNED: gl.constexpr):
+    """The same, less a `shift_of` and times a scale in f32."""
+    ASM: gl.constexpr = pair_exact_asm(name_of(DTYPE), SIGNED, 4)
+    return gl.inline_asm_elementwise(
+        ASM, "=r,r,r,r,r", [word, 8 * byte, scale, shift], dtype=gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit

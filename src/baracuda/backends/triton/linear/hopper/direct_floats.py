@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...numerics.fragments import every_other, orders
-from .epilogue import completed, scaled
+from .epilogue import completed, scaled, store_sums
 from .few import barrier, let_next_kernel_start, prefetch_rows, wait_for_previous_kernel
 from .float_fragments import (
     CHUNK,
@@ -73,16 +73,6 @@ def store_rows(acc, row, work, out_ptr, terms, KINDS: gl.constexpr):
     y = completed(y, tokens, columns, work.M, work.N, terms, KINDS, out_ptr.dtype.element_ty)
     place = gl.expand_dims(tokens.to(gl.int64) * work.N, 0) + gl.expand_dims(columns, 1)
     gl.store(out_ptr + place, y, gl.expand_dims(tokens < work.M, 0) & gl.expand_dims(columns < work.end, 1))
-
-
-@gluon.jit
-def store_sums(acc, row, part, work, partial_ptr):
-    """Store sums of a part of K as they are, for the kernel that adds them up."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    columns = row + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
-    tokens = gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    place = gl.expand_dims((part * work.M + tokens).to(gl.int64) * work.N, 0) + gl.expand_dims(columns, 1)
-    gl.store(partial_ptr + place, acc, gl.expand_dims(tokens < work.M, 0) & gl.expand_dims(columns < work.end, 1))
 
 
 @gluon.jit
@@ -182,7 +172,7 @@ def finish(
     COLUMNS: gl.constexpr = acc.shape[2]
     row = work.row + turn * (G * ROWS)
     if TILE.apart:
-        store_sums(gl.reshape(acc, [W * ROWS, COLUMNS]), row, part, work, partial_ptr)
+        store_sums(gl.reshape(acc, [W * ROWS, COLUMNS]), part, 0, row, work.end, work.M, work.N, partial_ptr)
     elif PARTS == 1:
         store_rows(gl.reshape(acc, [W * ROWS, COLUMNS]), row, work, out_ptr, terms, KINDS)
     else:

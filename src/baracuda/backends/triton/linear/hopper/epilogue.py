@@ -106,3 +106,13 @@ def completed(y, row, column, M, N, terms, KINDS: gl.constexpr, OUT: gl.constexp
         inside = by_token(row < M, KINDS) & by_column(column < N, KINDS)
         y = y + to_float(gl.load(terms.residual_ptr + place, inside, other=0), False)
     return narrow_pairs(y, OUT)
+
+
+@gluon.jit
+def store_sums(acc, part, row, column, end, M, N, partial_ptr):
+    """Store sums of a part of K, [columns, rows] up to the column `end`, as they are: another kernel adds them up."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
+    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    place = gl.expand_dims((part * M + rows).to(gl.int64) * N, 0) + gl.expand_dims(columns, 1)
+    gl.store(partial_ptr + place, acc, gl.expand_dims(rows < M, 0) & gl.expand_dims(columns < end, 1))

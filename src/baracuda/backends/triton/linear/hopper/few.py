@@ -2,7 +2,8 @@
 
 Several programs share a multiprocessor, each with a ring of TMA copies in flight; its four warps multiply what has
 arrived. A weight with few rows is folded: [N, K] is read as [N * fold, K / fold], and x likewise, so that there are
-more rows to share out and no sums to add up between programs. The products of unlike parts are dropped.
+more rows to share out and no sums to add up between programs. The products of unlike parts are dropped. Where these
+would be too many, K is split into parts, whose sums a second kernel adds up.
 
 Packed weights are decoded in registers on the way to the tensor cores.
 """
@@ -25,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ...numerics.decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_in, factor_offset, without_16
-from .epilogue import completed, read_scales, scaled
+from .epilogue import completed, read_scales, scaled, store_sums
 from .tokens import Tokens, appended
 
 #: Of the program's threads; Triton 3.7 renamed it.
@@ -51,7 +52,8 @@ class Form(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Steps along K of a unit of work, the units, and the sizes of the folded weight."""
+    """Steps along K of a unit of work, the units (all parts of K of the first rows, then of the next), and the sizes of
+    the folded weight."""
 
     steps: Any
     units: Any
@@ -72,24 +74,31 @@ def let_next_kernel_start():
 
 
 @gluon.jit
-def fetch_weight(place, w_desc, x_desc, w_bufs, full, work):
-    """Start the copy of a step's weights; its barrier will wait for the step's activations too."""
+def first_step(unit, work, TILE: gl.constexpr):
+    """Where a unit begins along K, in steps."""
+    return unit % TILE.split * work.steps
+
+
+@gluon.jit
+def fetch_weight(place, w_desc, x_desc, w_bufs, full, work, TILE: gl.constexpr):
+    """Start the copy of a step's weights; its barrier will wait for the step's activations too. Behind the end of K,
+    both are 0."""
     unit, step, stage = place
     live = unit < work.units
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
     ready = full.index(stage)
     mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
-    tma.async_copy_global_to_shared(w_desc, [unit * BN, step * BK], ready, w_bufs.index(stage), pred=live)
+    at = [unit // TILE.split * BN, (first_step(unit, work, TILE) + step) * BK]
+    tma.async_copy_global_to_shared(w_desc, at, ready, w_bufs.index(stage), pred=live)
 
 
 @gluon.jit
-def fetch_tokens(place, x_desc, x_bufs, full, work):
+def fetch_tokens(place, x_desc, x_bufs, full, work, TILE: gl.constexpr):
     unit, step, stage = place
     BK: gl.constexpr = x_desc.block_type.shape[1]
-    tma.async_copy_global_to_shared(
-        x_desc, [0, step * BK], full.index(stage), x_bufs.index(stage), pred=unit < work.units
-    )
+    at = [0, (first_step(unit, work, TILE) + step) * BK]
+    tma.async_copy_global_to_shared(x_desc, at, full.index(stage), x_bufs.index(stage), pred=unit < work.units)
 
 
 @gluon.jit
@@ -295,7 +304,8 @@ def gemm_few(
     x_desc, w_desc, w_ptr, factor_ptr, out_ptr, terms, shape, TILE: gl.constexpr, FORM: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
-    """A unit of work is a tile's rows of the folded weight. For mma, activations of packed weights are int16: pairs."""
+    """A unit of work is a tile's rows of the folded weight, or a part of K of them, whose sums are then the output. For
+    mma, activations of packed weights are int16: pairs."""
     M, N, K = shape
     BN: gl.constexpr = w_desc.block_type.shape[0]
     BK: gl.constexpr = w_desc.block_type.shape[1]
@@ -325,45 +335,48 @@ def gemm_few(
 
     rows = N * FOLD
     work = Work(
-        steps=gl.cdiv(K // FOLD, SPAN), units=gl.cdiv(rows, BN), rows=rows, columns=K // FOLD // (2 if PACKED else 1)
-    )
+        steps=gl.cdiv(gl.cdiv(K // FOLD, SPAN), TILE.split), units=gl.cdiv(rows, BN) * TILE.split, rows=rows,
+        columns=K // FOLD // (2 if PACKED else 1),
+    )  # fmt: skip
     pid = gl.program_id(0)
     if GROUP > 0:
-        prefetch_factors(factor_ptr, pid, work, K, BN, FOLD, COVERS)
+        prefetch_factors(factor_ptr, pid // TILE.split, work, K, BN, FOLD, COVERS)
     if FORM.early == "prefetch":
-        prefetch_rows(w_ptr, pid * BN, rows, 0, TILE.ahead * BK, work.columns, BN)
+        begin = first_step(pid, work, TILE) * BK
+        prefetch_rows(w_ptr, pid // TILE.split * BN, rows, begin, TILE.ahead * BK, work.columns, BN)
         wait_for_previous_kernel()
     place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
-        fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
+        fetch_weight(place, w_desc, x_desc, w_bufs, full, work, TILE)
         place = following(place, work, STAGES)
     if FORM.early == "copy":
         wait_for_previous_kernel()
     x_place = (pid, 0, 0)
     for _ in gl.static_range(STAGES - 1):
-        fetch_tokens(x_place, x_desc, x_bufs, full, work)
+        fetch_tokens(x_place, x_desc, x_bufs, full, work, TILE)
         x_place = following(x_place, work, STAGES)
 
     stage = 0
     phase = 0
     for unit in range(pid, work.units, gl.num_programs(0)):
+        begin = first_step(unit, work, TILE)
         base = factor_ptr
         factors = (0,)
         if GROUP > 0:
-            base = factors_at(factor_ptr, unit, work, K, ROWS, BN, FOLD, COVERS)
-            factors = load_factors(base, 0, K, FOLD, GROUP, SPAN)
-            prefetch_factors(factor_ptr, unit + gl.num_programs(0), work, K, BN, FOLD, COVERS)
+            base = factors_at(factor_ptr, unit // TILE.split, work, K, ROWS, BN, FOLD, COVERS)
+            factors = load_factors(base, begin, K, FOLD, GROUP, SPAN)
+            prefetch_factors(factor_ptr, (unit + gl.num_programs(0)) // TILE.split, work, K, BN, FOLD, COVERS)
         sums = (gl.zeros((BN, BT), gl.int32, MMA),)
         if PACKED and not WGMMA:
             sums = appended(sums, gl.zeros((BN, BT), gl.int32, MMA))
         for k in range(work.steps):
             next_factors = (0,)
             if GROUP > 0:  # a step early: they come from L2
-                next_factors = load_factors(base, k + 1, K, FOLD, GROUP, SPAN)
+                next_factors = load_factors(base, begin + k + 1, K, FOLD, GROUP, SPAN)
             mbarrier.wait(full.index(stage), phase)
             barrier()  # all warps are done with the stage before, which is fetched anew
-            fetch_weight(place, w_desc, x_desc, w_bufs, full, work)
-            fetch_tokens(place, x_desc, x_bufs, full, work)
+            fetch_weight(place, w_desc, x_desc, w_bufs, full, work, TILE)
+            fetch_tokens(place, x_desc, x_bufs, full, work, TILE)
             place = following(place, work, STAGES)
             sums = multiply(w_bufs.index(stage), x_bufs.index(stage), sums, factors, WGMMA, PACKED, GROUP)
             factors = next_factors
@@ -374,4 +387,7 @@ def gemm_few(
         acc = unfolded(added(sums), FOLD)
         if PACKED and GROUP == 0:
             acc = without_16(acc)
-        store(acc, unit, None, out_ptr, terms, M, N, KINDS)
+        if TILE.split > 1:
+            store_sums(acc, unit % TILE.split, 0, unit // TILE.split * (BN // FOLD), N, M, N, out_ptr)
+        else:
+            store(acc, unit, None, out_ptr, terms, M, N, KINDS)

@@ -1,12 +1,15 @@
 """The weight-only GEMM for few tokens: out.T = decoded(weight) @ x.T, as fast as the packed weight can be read.
 
 Several programs share a multiprocessor, each with a ring of TMA copies in flight, as in `few`. Weights are decoded in
-registers, where they are the left operand of wgmma. Integer instructions are the bound, so a word of eight weights is
-read by all four threads that share a row of an operand: thread t shifts the weights t and t + 4 into the halves of a
-register. Within eight neighbours along K the operands have that order; the activations are reordered in shared memory.
-One instruction adds up 16 products at once, so a token has the same bits as in `packed`.
+registers, where they are the left operand of wgmma. Instructions are the bound, so a word of eight weights is read by
+all four threads that share a row of an operand. For up to 8 tokens, thread t shifts the weights t and t + 4 into the
+halves of a register: within eight neighbours along K the operands have that order, and the activations are reordered in
+shared memory. More activations take longer to reorder than weights to decode in their own order: thread t then takes
+the two of byte t. One instruction adds up 16 products at once, so a token has the same bits in both, and in `packed`.
 """
 
+# A branch on a constexpr must end in `else`: Triton compiles what follows a `return` too.
+# ruff: noqa: RET505
 from __future__ import annotations
 
 import triton
@@ -20,14 +23,22 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...numerics.decode import decode_apart, decode_apart_exactly, halves
+from ...numerics.decode import (
+    decode_apart,
+    decode_apart_exactly,
+    decode_neighbours,
+    decode_neighbours_exactly,
+    halves,
+)
 from ..tune import PART_OF_K
+from .epilogue import store_sums
 from .few import barrier, let_next_kernel_start, prefetch_rows, spread, store, wait_for_previous_kernel
 from .floats import load_qparams
-from .packed import store_part
 from .rings import PackedWork
 from .tokens import appended
 
+#: The most tokens that are reordered.
+REORDERED = gl.constexpr(8)
 #: Parts of K are multiples of it.
 PART = gl.constexpr(PART_OF_K)
 
@@ -97,7 +108,24 @@ def load_groups(scale_ptr, zero_ptr, row, step, work, SPAN: gl.constexpr, FORM: 
 
 
 @gluon.jit
-def decoded(w_buf, scales, shifts, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+def pair_of(
+    word, thread, scale, shift, REORDER: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
+    """A thread's two weights of a word."""
+    if REORDER and FORM.plain:
+        return decode_apart(word, 4 * thread, scale, DTYPE, FORM.signed)
+    elif REORDER:
+        return decode_apart_exactly(word, 4 * thread, scale, shift, DTYPE, FORM.signed)
+    elif FORM.plain:
+        return decode_neighbours(word, thread, scale, DTYPE, FORM.signed)
+    else:
+        return decode_neighbours_exactly(word, thread, scale, shift, DTYPE, FORM.signed)
+
+
+@gluon.jit
+def decoded(
+    w_buf, scales, shifts, LAYOUT: gl.constexpr, REORDER: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr
+):  # fmt: skip
     """A step's weights as floats, the left operand of wgmma."""
     BN: gl.constexpr = w_buf.shape[0]
     COUNT: gl.constexpr = w_buf.shape[1] // 4
@@ -107,13 +135,11 @@ def decoded(w_buf, scales, shifts, LAYOUT: gl.constexpr, DTYPE: gl.constexpr, FO
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
     word = for_each(w_buf._reinterpret(gl.int32, [BN, COUNT], SHARED).load(WORDS), APART)
     scale = for_each(spread(scales, COUNT, WORDS), APART)
-    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, APART)))
-    bit = gl.expand_dims(gl.expand_dims(4 * thread, 0), 1)
-    if FORM.plain:
-        pairs = decode_apart(word, bit, scale, DTYPE, FORM.signed)
-    else:
+    thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, APART))), 0), 1)
+    shift = scale
+    if not FORM.plain:
         shift = for_each(spread(shifts, COUNT, WORDS), APART)
-        pairs = decode_apart_exactly(word, bit, scale, shift, DTYPE, FORM.signed)
+    pairs = pair_of(word, thread, scale, shift, REORDER, DTYPE, FORM)
     low, high = halves(pairs, DTYPE)
     return gl.convert_layout(gl.reshape(gl.join(low, high), [BN, 8 * COUNT]), A, assert_trivial=True)
 
@@ -147,6 +173,7 @@ def gemm_few_floats(
     SPAN: gl.constexpr = x_desc.block_type.shape[1]
     DTYPE: gl.constexpr = x_desc.dtype
     STAGES: gl.constexpr = TILE.stages
+    REORDER: gl.constexpr = BT <= REORDERED
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, BT, 16]
     )
@@ -190,8 +217,9 @@ def gemm_few_floats(
             if FORM.group > 0:  # a step early: they come from L2
                 next_scales, next_shifts = load_groups(scale_ptr, zero_ptr, row, begin + k + 1, work, SPAN, FORM)
             mbarrier.wait(full.index(stage), phase)
-            reorder(x_bufs.index(stage))
-            weight = decoded(w_bufs.index(stage), scales, shifts, MMA, DTYPE, FORM)
+            if REORDER:
+                reorder(x_bufs.index(stage))
+            weight = decoded(w_bufs.index(stage), scales, shifts, MMA, REORDER, DTYPE, FORM)
             barrier()  # all warps have reordered theirs, and are done with the stage before, which is fetched anew
             x = x_bufs.index(stage).permute((1, 0))
             acc = warpgroup_mma(weight, x, acc, use_acc=k > 0, is_async=True)
@@ -205,6 +233,6 @@ def gemm_few_floats(
                 stage = 0
                 phase ^= 1
         if TILE.split > 1:
-            store_part(acc, part, 0, n * BN, work, partial_ptr, False)
+            store_sums(acc, part, 0, n * BN, work.N, work.M, work.N, partial_ptr)
         else:
             store(acc, n, None, out_ptr, terms, shape.m, shape.n, KINDS)

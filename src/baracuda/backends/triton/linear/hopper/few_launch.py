@@ -11,10 +11,11 @@ from ..... import _host
 from .....core.problem import Problem
 from ....registry import Launch, Value
 from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
+from ...sources import WorkspaceLayout
 from ...tune import processors_of
 from .. import tune
 from ..kernels import Shape
-from ..launch import GemmSources
+from ..launch import GemmSources, epilogue
 from .binding import (
     FACTOR,
     OUTPUT,
@@ -35,6 +36,7 @@ from .epilogue import HopperTerms, TermKinds
 from .few import Form, gemm_few
 from .few_floats import gemm_few_floats
 from .floats import FloatForm
+from .parts import sum_of_parts
 
 #: Factors that are read together, as one integer.
 FACTORS = {1: "*u8", 2: "*i16", 4: "*i32"}
@@ -48,7 +50,7 @@ def few_source(
         "w_desc": descriptor_form(torch.int8, [tile.rows, tile.k]),
         "w_ptr": "*i8",
         "factor_ptr": FACTORS[form.factors],
-        "out_ptr": POINTERS[out],
+        "out_ptr": "*i32" if tile.apart else POINTERS[out],
         "terms": forms,
         "shape": Shape("i32", "i32", "i32"),
     }
@@ -104,7 +106,13 @@ def few_floats(p: Problem, tile: tune.Few, source: GluonASTSource, device: torch
 
 
 def few_tokens(
-    p: Problem, device: torch.device, f: GemmSources, otherwise: Launch, tile: tune.Few, early: str
+    p: Problem,
+    device: torch.device,
+    f: GemmSources,
+    layout: WorkspaceLayout,
+    otherwise: Launch,
+    tile: tune.Few,
+    early: str,
 ) -> Launch:
     """`early` says how the weight may be read before the previous kernel ends (`few.Form`)."""
     m, n, k = p.shape
@@ -124,8 +132,10 @@ def few_tokens(
         matrix(kernel, WEIGHT, weight, n * fold, k // fold // pairs)
         kernel.address(WEIGHT)
         kernel.address(FACTOR)
-        kernel.address(OUTPUT)
+        kernel.address(PARTS if tile.apart else OUTPUT)
         term_parameters(kernel)
         return finish_parameters(kernel, m, n, k)
 
-    return launching(device, f, aligned_only(make), (*VECTORS, FACTOR), None, otherwise)
+    parts = layout.get("parts")
+    then = sum_of_parts(p, device, tile, parts, epilogue(p), f)
+    return launching(device, (*f, parts), aligned_only(make), (*VECTORS, FACTOR), then, otherwise)

@@ -48,7 +48,8 @@ from .direct_launch import direct_tokens
 from .epilogue import HopperTerms, TermKinds
 from .few_launch import few_tokens
 from .gemm import gemm
-from .packed_launch import many_packed, reserve_parts, weight_only, weight_only_layout
+from .packed_launch import many_packed, weight_only, weight_only_layout
+from .parts import reserve_parts
 from .tokens import Tokens
 
 
@@ -133,7 +134,7 @@ def _gemm(p: Problem, device: torch.device, f: GemmSources, layout: WorkspaceLay
         if isinstance(few, tune.Direct):
             symmetric = direct_tokens(p, device, plain, portable, few, early)
         elif few is not None:
-            symmetric = few_tokens(p, device, plain, portable, few, early)
+            symmetric = few_tokens(p, device, plain, layout, portable, few, early)
         elif p.weight.is_packed:
             symmetric = many_packed(p, device, plain, layout, portable, early)
         else:

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...numerics.decode import decode, decode_grouped, factor_in, factor_offset, without_16
 from ..tune import PART_OF_K
-from .epilogue import completed, read_scales, scaled
+from .epilogue import completed, read_scales, scaled, store_sums
 from .few import let_next_kernel_start, wait_for_previous_kernel
 from .floats import decode_to_floats
 from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on, unit_at
@@ -159,14 +159,9 @@ def keep(total, part, kept_ptr, PIECE: gl.constexpr):
 
 @gluon.jit
 def store_part(acc, part, row, column, work, partial_ptr, TIMES_16: gl.constexpr):
-    """Store the sums of a part of K as they are, for the kernel that adds them up."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
     if TIMES_16:
         acc = without_16(acc)
-    place = gl.expand_dims((part * work.M + rows).to(gl.int64) * work.N, 0) + gl.expand_dims(columns, 1)
-    gl.store(partial_ptr + place, acc, gl.expand_dims(rows < work.M, 0) & gl.expand_dims(columns < work.N, 1))
+    store_sums(acc, part, row, column, work.N, work.M, work.N, partial_ptr)
 
 
 @gluon.jit

@@ -11,13 +11,13 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..... import _host
 from .....core.problem import Problem
-from .....core.types import ElementKind, QuantizeKind
+from .....core.types import ElementKind
 from ....registry import Launch, Value
-from ...launch import ALIGNMENT, POINTERS, Step, captures_pdl, finish_parameters, launching, loaded
-from ...sources import Part, WorkspaceLayout
-from ...tune import power_of_two, processors_of
+from ...launch import ALIGNMENT, POINTERS, captures_pdl, finish_parameters, launching, loaded
+from ...sources import WorkspaceLayout
+from ...tune import processors_of
 from .. import tune
-from ..kernels import Epilogue, Shape, sum_parts
+from ..kernels import Epilogue, Shape
 from ..launch import GemmSources, epilogue
 from ..support import weight_only_tile
 from ..tune_floats import DirectFloats
@@ -43,6 +43,7 @@ from .few import Form
 from .few_launch import few_floats, few_floats_source
 from .floats import FloatForm
 from .packed import gemm_packed
+from .parts import reserve_parts, sum_of_parts
 
 
 def packed_source(
@@ -81,36 +82,6 @@ def finished(p: Problem, made: Any, programs: int) -> _host.Kernel:
     kernel.address(PARTS)
     term_parameters(kernel)
     return finish_parameters(kernel, m, n, k)
-
-
-def reserve_parts(
-    layout: WorkspaceLayout, p: Problem, tile: tune.Packed | tune.Few | DirectFloats, device: torch.device
-) -> None:
-    """Room for the sums of parts of K: all of them, or those that a program adds to."""
-    m, n, _ = p.shape
-    dtype = torch.float32 if p.op is QuantizeKind.WEIGHT_ONLY_LINEAR else torch.int32
-    if tile.apart:
-        layout.reserve("parts", dtype, tile.split, m, n)
-    elif isinstance(tile, tune.Packed) and tile.split > 1:
-        layout.reserve("parts", dtype, tile.grid(m, n, processors_of(device)), tile.n, tile.m)
-
-
-def sum_of_parts(
-    p: Problem,
-    device: torch.device,
-    tile: tune.Packed | tune.Few | DirectFloats,
-    parts: Part | None,
-    epilogue: Epilogue,
-    f: GemmSources,
-) -> Launch | None:
-    """The kernel that adds up the parts of K that lie apart."""
-    if not tile.apart or parts is None:
-        return None
-    m, n, _ = p.shape
-    rows = min(16, power_of_two(m))
-    constants = {"EPILOGUE": epilogue, "PARTS": tile.split, "BM": rows, "BN": 2048 // rows}
-    programs = -(-m // rows) * -(-n // (2048 // rows))
-    return Step(sum_parts, programs, {"M": m, "N": n}, constants, device).bound(parts, f.output, f.terms)
 
 
 def many_packed(
