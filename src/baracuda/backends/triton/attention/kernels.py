@@ -65,6 +65,16 @@ def partial_place(partial_ptr, number, rows, sizes, DV: tl.constexpr):
 
 
 @triton.jit
+def store_average(out_ptr, place, total, weights, sizes):
+    """The output's rows of a head of keys, from their sums."""
+    rows = tl.arange(0, total.shape[0])[:, None]
+    wide = tl.arange(0, total.shape[1])[None, :]
+    y = average(total, weights[:, None]).to(out_ptr.dtype.element_ty)
+    out = out_ptr + place.to(tl.int64) * sizes.group * sizes.dv
+    tl.store(out + rows * sizes.dv + wide, y, (rows < sizes.group) & (wide < sizes.dv))
+
+
+@triton.jit
 def attend(
     q_ptr, k_ptr, v_ptr, mask_ptr, out_ptr, partial_ptr, q, k, v, mask, mask_step, least, sizes, SCALE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr = False,
@@ -124,9 +134,7 @@ def attend(
         total = tl.dot(shares.to(value.dtype), value, total * less[:, None])
         greatest = greater
     if partial_ptr is None:
-        out = out_ptr + ((batch * sizes.tokens + token) * sizes.heads + head) * sizes.group * sizes.dv
-        y = average(total, weights[:, None]).to(out_ptr.dtype.element_ty)
-        tl.store(out + (rows * sizes.dv)[:, None] + wide[None, :], y, of_group[:, None] & (wide < sizes.dv)[None, :])
+        store_average(out_ptr, place, total, weights, sizes)
     else:
         to = partial_place(partial_ptr, pid, rows, sizes, DV)
         tl.store(to[:, None] + wide[None, :], total, of_group[:, None])
@@ -156,6 +164,4 @@ def merge(out_ptr, partial_ptr, sizes, TILE: tl.constexpr, PDL: tl.constexpr = F
         sums = tl.load(of[:, None] + wide[None, :], of_group[:, None], other=0)
         total = total * less[:, None] + sums * its[:, None]
         greatest = greater
-    out = out_ptr + place.to(tl.int64) * sizes.group * sizes.dv
-    y = average(total, weights[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out + (rows * sizes.dv)[:, None] + wide[None, :], y, of_group[:, None] & (wide < sizes.dv)[None, :])
+    store_average(out_ptr, place, total, weights, sizes)
