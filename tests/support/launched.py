@@ -1,4 +1,4 @@
-"""Launches of GPU kernels without a GPU: compiled for sm_90, given to a driver that records them, and interpreted."""
+"""Launches of GPU kernels without a GPU: compiled for one, given to a driver that records them, and interpreted."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIRST = 1000
 class Launched:
     """The launches of one call: each kernel, and what the driver was given for its parameters."""
 
-    def __init__(self, fake: Fake, monkeypatch: pytest.MonkeyPatch, processors: int = 132) -> None:
+    def __init__(self, fake: Fake, monkeypatch: pytest.MonkeyPatch, processors: int = 132, arch: int = 90) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
 
@@ -54,7 +54,7 @@ class Launched:
 
         self.fake, self.kernels, self.compiled, self.interpreted = fake, [], [], 0
         fake.forget()
-        active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
+        active = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", arch, 32))
         monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=active))
         monkeypatch.setattr(launch, "_driver", lambda: fake.driver)
         monkeypatch.setattr(launch, "loaded", self._loaded)
@@ -63,6 +63,10 @@ class Launched:
         monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
         properties = SimpleNamespace(multi_processor_count=processors, L2_cache_size=60 * 2**20)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        # For the registry, which asks whether there is a GPU, and which.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(arch, 10))
 
     @property
     def ptx(self) -> list[str]:

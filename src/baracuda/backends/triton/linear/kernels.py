@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ....core import types
 from ..numerics.comparisons import clamp
-from ..numerics.conversions import load_scale, narrow, to_float, widen
+from ..numerics.conversions import load_scale, narrow, sealed, to_float, widen
 from ..numerics.indices import loop_bound
 from ..numerics.nonlinearity import nonlinear
 from ..numerics.packing import nibble_at
@@ -128,7 +128,8 @@ def centred(acc, rows, M, zero_point_ptr, sums, SPEC: tl.constexpr):
         zero = tl.load(zero_point_ptr + rows, mask=rows < M, other=0)
     else:
         zero = tl.full((1,), 0, tl.int32) + clamp(tl.load(zero_point_ptr), SPEC.q_min, SPEC.q_max)
-    return acc - (zero - SPEC.shift).to(acc.dtype)[:, None] * sums[None, :]
+    # Sealed because Triton 3.7's LLVM fails an assertion where it vectorizes this product of a grouped weight's sums.
+    return acc - sealed((zero - SPEC.shift).to(acc.dtype)[:, None] * sums[None, :])
 
 
 @triton.jit

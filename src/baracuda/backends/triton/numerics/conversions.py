@@ -93,6 +93,17 @@ def narrow_pairs(y, dtype: tl.constexpr):
 
 
 @triton.jit
+def sealed(x):
+    """The same int32 or int64; LLVM joins nothing before it with what comes behind it."""
+    if INTERPRETED:
+        return x
+    elif x.dtype == tl.int64:
+        return tl.inline_asm_elementwise("mov.b64 $0, $1;", "=l,l", [x], tl.int64, is_pure=True, pack=1)
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
 def load_scale(scale, index, mask, F64: tl.constexpr):
     """The scale at `index`; a number arrives as the bits of a double."""
     if scale.dtype.is_ptr():

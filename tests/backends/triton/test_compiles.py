@@ -1,0 +1,76 @@
+"""The GPU kernels that plans take compile with the installed Triton, for every architecture that they claim.
+
+Nothing runs here. A compiler that aborts ends the process, and with it the test.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections import defaultdict
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import build
+from launched import GPU, Launched
+
+from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+from baracuda.core.problem import Problem
+from baracuda.plans.plan import SelectedPlan
+from cases import CASES, GROUP_CASES, Case, operands
+
+pytest.importorskip("triton")
+pytest.importorskip("baracuda._host", reason="the compiled module is missing")
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
+
+WEIGHTS = [(ElementKind.S8, 0), (ElementKind.S4, 0), (ElementKind.S4, 64)]
+
+
+def one_of_each_kind() -> list[Case]:
+    """A case of each operation, mode and weight of the matrix, with something in it."""
+    draw, kinds = random.Random(8), defaultdict(list)
+    for case in [*CASES, *GROUP_CASES]:
+        p = case.problem
+        if 0 not in p.shape:
+            kinds[p.op, p.mode, p.weight, p.weight_group > 0].append(case)
+    return [draw.choice(group) for group in kinds.values()]
+
+
+def compile_for(case: Case) -> None:
+    """Take the plan's kernel on the GPU that is not there, and launch it."""
+    plan = SelectedPlan(case.problem, GPU, PlanPreference(prefer_backend=BackendKind.TRITON))
+    assert plan.sku().backend is BackendKind.TRITON
+    workspace = torch.empty(max(plan.workspace_size(), 1), dtype=torch.uint8)
+    plan.kernel.bind(case.problem, GPU)(operands(case), workspace)
+
+
+@pytest.mark.parametrize("rows", [17, 300])
+@pytest.mark.parametrize("weight, group", WEIGHTS, ids=str)
+@pytest.mark.parametrize("mode", list(DynamicRangeMode), ids=lambda mode: mode.value)
+def test_linears_compile_for_hopper(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, mode: DynamicRangeMode, weight: ElementKind, group: int,
+    rows: int,
+) -> None:  # fmt: skip
+    launched, ends = Launched(build(tmp_path_factory), monkeypatch), (Activation.NONE, Activation.SILU)
+    for element, nonlinearity, (n, k) in product((ElementKind.BF16, ElementKind.F32), ends, ((33, 192), (1032, 1024))):
+        p = Problem(
+            QuantizeKind.QUANTIZED_LINEAR, (rows, n, k), element, ElementKind.S8, -127, 127, mode=mode, weight=weight,
+            weight_group=group, nonlinearity=nonlinearity,
+        )  # fmt: skip
+        compile_for(Case(p))
+    assert len(launched.compiled) >= 8
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+def test_every_operation_compiles_for_every_architecture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, arch: int
+) -> None:
+    launched = Launched(build(tmp_path_factory), monkeypatch, arch=arch)
+    for case in one_of_each_kind():
+        before = len(launched.compiled)
+        compile_for(case)
+        for compiled in launched.compiled[before:]:
+            assert f".target sm_{arch}" in compiled.asm["ptx"], case
+        assert len(launched.compiled) > before, case
