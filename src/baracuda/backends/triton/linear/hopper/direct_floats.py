@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...numerics.fragments import every_other, orders
 from .epilogue import completed, scaled, store_sums
-from .few import barrier, let_next_kernel_start, prefetch_rows, wait_for_previous_kernel
+from .few import let_next_kernel_start, prefetch_rows, wait_for_previous_kernel
 from .float_fragments import (
     CHUNK,
     ROWS,
@@ -36,6 +36,7 @@ from .float_fragments import (
     words_of,
 )
 from .tokens import appended
+from .versions import barrier, reinterpreted
 
 
 @triton.constexpr_function
@@ -100,7 +101,7 @@ def fill(tokens, x_ptr, work, TILE: gl.constexpr):
     TURNS: gl.constexpr = CHUNKS // FILL
     BY_FILL: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[4, 3, 2, 1, 0])
     UNITS: gl.constexpr = units_layout(TILE.warps, FILL, PARTS, T)
-    filled = tokens._reinterpret(gl.int32, [TURNS, FILL, PARTS, 4, T, 16], BY_FILL)
+    filled = reinterpreted(tokens, gl.int32, [TURNS, FILL, PARTS, 4, T, 16], BY_FILL)
     for start in gl.static_range(0, TURNS, FILLS):
         units = ()
         for i in gl.static_range(start, min_of(start + FILLS, TURNS)):

@@ -20,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -28,9 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ...numerics.decode import MAX_FACTOR, decode, decode_grouped, even_and_odd, factor_in, factor_offset, without_16
 from .epilogue import completed, read_scales, scaled, store_sums
 from .tokens import Tokens, appended
-
-#: Of the program's threads; Triton 3.7 renamed it.
-barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+from .versions import async_load, barrier
 
 
 class Form(NamedTuple):
@@ -90,7 +87,7 @@ def fetch_weight(place, w_desc, x_desc, w_bufs, full, work, TILE: gl.constexpr):
     ready = full.index(stage)
     mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
     at = [unit // TILE.split * BN, (first_step(unit, work, TILE) + step) * BK]
-    tma.async_copy_global_to_shared(w_desc, at, ready, w_bufs.index(stage), pred=live)
+    async_load(w_desc, at, ready, w_bufs.index(stage), pred=live)
 
 
 @gluon.jit
@@ -98,7 +95,7 @@ def fetch_tokens(place, x_desc, x_bufs, full, work, TILE: gl.constexpr):
     unit, step, stage = place
     BK: gl.constexpr = x_desc.block_type.shape[1]
     at = [0, (first_step(unit, work, TILE) + step) * BK]
-    tma.async_copy_global_to_shared(x_desc, at, full.index(stage), x_bufs.index(stage), pred=unit < work.units)
+    async_load(x_desc, at, full.index(stage), x_bufs.index(stage), pred=unit < work.units)
 
 
 @gluon.jit

@@ -18,7 +18,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -32,10 +31,11 @@ from ...numerics.decode import (
 )
 from ..tune import PART_OF_K
 from .epilogue import store_sums
-from .few import barrier, let_next_kernel_start, prefetch_rows, spread, store, wait_for_previous_kernel
+from .few import let_next_kernel_start, prefetch_rows, spread, store, wait_for_previous_kernel
 from .floats import load_qparams
 from .rings import PackedWork
 from .tokens import appended
+from .versions import async_load, barrier, reinterpreted
 
 #: The most tokens that are reordered.
 REORDERED = gl.constexpr(8)
@@ -54,10 +54,10 @@ def fetch(place, x_desc, w_desc, x_bufs, w_bufs, full, work, TILE: gl.constexpr)
     ready = full.index(stage)
     k = unit % TILE.split * work.part_steps + step
     mbarrier.expect(ready, w_desc.block_type.nbytes + x_desc.block_type.nbytes, pred=live)
-    tma.async_copy_global_to_shared(
+    async_load(
         w_desc, [unit // TILE.split * BN, k * BK], ready, w_bufs.index(stage), pred=live
     )  # fmt: skip
-    tma.async_copy_global_to_shared(x_desc, [0, k * XK], ready, x_bufs.index(stage), pred=live)
+    async_load(x_desc, [0, k * XK], ready, x_bufs.index(stage), pred=live)
 
 
 @gluon.jit
@@ -133,7 +133,7 @@ def decoded(
     WORDS: gl.constexpr = words_layout(BN, COUNT, gl.num_warps(), 2)
     APART: gl.constexpr = words_layout(BN, COUNT, gl.num_warps(), 3)
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    word = for_each(w_buf._reinterpret(gl.int32, [BN, COUNT], SHARED).load(WORDS), APART)
+    word = for_each(reinterpreted(w_buf, gl.int32, [BN, COUNT], SHARED).load(WORDS), APART)
     scale = for_each(spread(scales, COUNT, WORDS), APART)
     thread = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, APART))), 0), 1)
     shift = scale

@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...numerics.decode import bits_of_scale, decode_bytes, decode_nibbles, decode_nibbles_exactly, shift_of
 from .few import wait_for_previous_kernel
 from .rings import at_step, spread, unit_at
+from .versions import reinterpreted
 
 
 class FloatForm(NamedTuple):
@@ -97,7 +98,7 @@ def decode_to_floats(rings, scale_ptr, zero_ptr, work, WHICH: gl.constexpr, TILE
                 weight = decode_bytes(packed, wide, spread(shift, BK, BYTES, PARTS), DTYPE)
             mbarrier.wait(rings.w.empty.index(stage), phase ^ 1)
             if FORM.packed:
-                rings.w.stages.index(stage)._reinterpret(gl.int32, [BN, BK], PAIRS).store(weight)
+                reinterpreted(rings.w.stages.index(stage), gl.int32, [BN, BK], PAIRS).store(weight)
             else:
                 rings.w.stages.index(stage).store(weight)
             fence_async_shared()

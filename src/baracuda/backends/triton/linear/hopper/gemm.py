@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..kernels import tile_at
 from .epilogue import completed, read_scales, scaled
+from .versions import async_load, async_store
 
 
 class Work(NamedTuple):
@@ -78,8 +79,8 @@ def feed(a_desc, b_desc, a_bufs, b_bufs, barriers, work, TILE: gl.constexpr):
             ready = barriers.full.index(stage)
             mbarrier.wait(barriers.empty.index(stage), phase)
             mbarrier.expect(ready, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(a_desc, [m * BM, k * BK], ready, a_bufs.index(stage))
-            tma.async_copy_global_to_shared(b_desc, [n * BN, k * BK], ready, b_bufs.index(stage))
+            async_load(a_desc, [m * BM, k * BK], ready, a_bufs.index(stage))
+            async_load(b_desc, [n * BN, k * BK], ready, b_bufs.index(stage))
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -116,7 +117,7 @@ def store_piece(y, i, row, column, work, terms, c_desc, c_bufs, KINDS: gl.conste
     c_smem = c_bufs.index(i % BUFFERS)
     c_smem.store(out)
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [row, column], c_smem)
+    async_store(c_desc, [row, column], c_smem)
 
 
 @gluon.jit

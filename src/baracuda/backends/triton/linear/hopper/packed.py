@@ -24,6 +24,7 @@ from .epilogue import completed, read_scales, scaled, store_sums
 from .few import let_next_kernel_start, wait_for_previous_kernel
 from .floats import decode_to_floats
 from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on, unit_at
+from .versions import async_load, async_store
 
 #: Parts of K are multiples of it.
 PART = gl.constexpr(PART_OF_K)
@@ -44,7 +45,7 @@ def feed_weight(p_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
         for k in range(begin, begin + count):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(ring.full.index(stage), p_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(p_desc, [n * BN, k * BK], ring.full.index(stage), ring.stages.index(stage))
+            async_load(p_desc, [n * BN, k * BK], ring.full.index(stage), ring.stages.index(stage))
             stage, phase = step_on(stage, phase, STAGES)
 
 
@@ -63,7 +64,7 @@ def feed_tokens(x_desc, ring, work, TILE: gl.constexpr, FORM: gl.constexpr):
         for k in range(begin, begin + count):
             mbarrier.wait(ring.empty.index(stage), phase)
             mbarrier.expect(ring.full.index(stage), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [m * BM, k * XK], ring.full.index(stage), ring.stages.index(stage))
+            async_load(x_desc, [m * BM, k * XK], ring.full.index(stage), ring.stages.index(stage))
             stage, phase = step_on(stage, phase, STAGES)
 
 
@@ -187,7 +188,7 @@ def store_piece(
     buffer = c_bufs.index(i % BUFFERS)
     buffer.permute((1, 0)).store(out)
     fence_async_shared()
-    tma.async_copy_shared_to_global(c_desc, [row, column], buffer)
+    async_store(c_desc, [row, column], buffer)
 
 
 @gluon.jit

@@ -23,6 +23,7 @@ from ...numerics.division import prepare_positive, times
 from ...numerics.packing import low_bytes
 from ...numerics.qparams import Range, symmetric_scale
 from ...numerics.rounding import HELD, Bounds, Quantizer, bounds_of, quantize_steps, step_bits
+from .versions import reinterpreted
 
 
 class Tokens(NamedTuple):
@@ -163,7 +164,7 @@ def fragment_tokens(x_ptr, TILE: gl.constexpr, TOKENS: gl.constexpr):
     for c in gl.static_range(CHUNKS):
         room = gl.allocate_shared_memory(gl.int8, [WARPS, SPAN, KEPT], WRITTEN)
         room.store(repeated(gl.permute(gl.reshape(integers[c], [ROUND, WARPS, SPAN]), [1, 2, 0]), 2, KEPT))
-        rooms = appended(rooms, room._reinterpret(gl.int8, [WARPS, SPAN, KEPT], READ))
+        rooms = appended(rooms, reinterpreted(room, gl.int8, [WARPS, SPAN, KEPT], READ))
     return rooms, kept_scales(scale, TILE.tokens)
 
 
