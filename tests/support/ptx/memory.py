@@ -17,8 +17,8 @@ class Fault(Exception):
 
 #: Each region of global memory has a space of its own, so that no arithmetic on one's address reaches another.
 SPACE = 40
-#: Where parameters lie, for those whose address a kernel takes.
-PARAMETERS = 1 << 62
+#: Where parameters lie, for those whose address a kernel takes: 32 bits hold it.
+PARAMETERS = 1 << 31
 #: Where shared memory begins: an address of 0 is always wrong.
 SHARED = 1024
 

@@ -184,3 +184,24 @@ def shuffle(instruction: Instruction, reader: Reader) -> Action:
         write(program, np.take_along_axis(value, chosen.reshape(-1, 32), 1).reshape(-1), mask)
 
     return run
+
+
+@makes("redux")
+def reduce(instruction: Instruction, reader: Reader) -> Action:
+    """The sum of an integer over all threads of the warp, for each of them."""
+    allowed(instruction, "sync", "add")
+    target, source, members = instruction.operands
+    word = DTYPES["b32"]
+    if isinstance(target, Several):
+        raise Unknown(instruction.text)
+    write, get, named = put(target), reader.get(source, word), reader.get(members, word)
+
+    def run(program, mask) -> None:
+        active = np.zeros(program.threads, bool)
+        active[program.active(mask)] = True
+        if (program.spread(named(program))[active] != 0xFFFFFFFF).any() or not active.reshape(-1, 32).all(1).all():
+            raise Fault("expected a sum over all threads of a warp, and all of them to take part")
+        sums = program.spread(get(program)).reshape(-1, 32).sum(1, dtype=word)
+        write(program, np.repeat(sums, 32), mask)
+
+    return run
