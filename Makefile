@@ -50,7 +50,7 @@ bench: .venv/installed  ## the CPU kernels beside their peers, as ratios of one 
 GPU_PYTHON ?= python3
 gpu-test:
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .
-	$(GPU_PYTHON) -m pytest tests/gpu tests/backends/cpu/test_empty.py tests/contract/test_honest.py tests/contract/test_invariance.py -m "gpu and not alone" -p no:benchmark -n 8
+	$(GPU_PYTHON) -m pytest tests/gpu tests/backends/cpu/test_empty.py tests/contract/test_honest.py tests/contract/test_invariance.py -m "gpu and not alone" -p no:benchmark -n 8 --dist loadgroup
 	$(GPU_PYTHON) -m pytest tests/gpu -m "gpu and alone" -p no:benchmark -n 0
 
 gpu-bench:
