@@ -119,9 +119,14 @@ CHANGES ?= 500
 mutate-checkpoints: .venv/installed  ## change single bytes of checkpoints of each scheme; says what `baracuda verify` lets pass
 	PYTHONPATH=tests/support $(BIN)/python tools/mutate_checkpoints.py --changes $(CHANGES) --seed $(SEED)
 
-aarch64:  ## the same sources for another architecture, where a cross compiler is installed
-	for source in kernels linears threads; do aarch64-linux-gnu-g++ -std=c++17 -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math \
-	  -DBARACUDA_TABLE=table_native -DBARACUDA_ISA='"native"' -Icsrc -c csrc/$$source.cpp -o /dev/null || exit 1; done
+# Debian's packages g++-aarch64-linux-gnu and qemu-user.
+AARCH64_ROUNDS ?= 1000
+aarch64:  ## the compiled kernels on an emulated 64-bit Arm: random problems give the bytes they give here
+	cmake -S tests/native -B build/native-here -DSANITIZE= && cmake --build build/native-here --parallel
+	cmake -S tests/native -B build/native-aarch64 -DSANITIZE= -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ && cmake --build build/native-aarch64 --parallel
+	build/native-here/fuzz $(AARCH64_ROUNDS) $(SEED) | tail -1 | tee build/native-here/digest
+	qemu-aarch64 -L /usr/aarch64-linux-gnu build/native-aarch64/fuzz $(AARCH64_ROUNDS) $(SEED) | tail -1 | diff build/native-here/digest -
 
 clean:
 	rm -rf .venv .venv-* build dist
