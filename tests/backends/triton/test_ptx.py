@@ -303,8 +303,8 @@ def test_the_learned_backward_divides_exactly_and_adds_up_its_lanes_where_they_a
         assert_exact(ptx_of(second, ["*fp64", "*fp32", "*fp32", "*fp32"]))
     assert_exact(ptx)
     found = instructions(ptx)
-    # Triton 3.9 takes lanes through shared memory more often.
-    barriers, exchanges = (8, 56) if TRITON.startswith(("3.6", "3.7", "3.8")) else (23, 64)
+    # Triton 3.8 and 3.9 take lanes through shared memory more often.
+    barriers, exchanges = (8, 56) if TRITON.startswith(("3.6", "3.7")) else (23, 64)
     shuffles = sum(n for name, n in found.items() if name.startswith("shfl"))
     assert found["bar.sync"] <= barriers and shuffles <= exchanges, found
 
