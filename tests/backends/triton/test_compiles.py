@@ -25,17 +25,27 @@ pytest.importorskip("triton")
 pytest.importorskip("baracuda._host", reason="the compiled module is missing")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles kernels")
 
+#: Bytes of shared memory that a program may have.
+SHARED = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 WEIGHTS = [(ElementKind.S8, 0), (ElementKind.S4, 0), (ElementKind.S4, 64)]
 
 
 def one_of_each_kind() -> list[Case]:
-    """A case of each operation, mode and weight of the matrix, with something in it."""
+    """A case of each operation, mode and weight of the matrix, with something in it, and weight-only linears."""
     draw, kinds = random.Random(8), defaultdict(list)
     for case in [*CASES, *GROUP_CASES]:
         p = case.problem
         if 0 not in p.shape:
             kinds[p.op, p.mode, p.weight, p.weight_group > 0].append(case)
-    return [draw.choice(group) for group in kinds.values()]
+    weights = [(rows, *weight) for rows in (1, 17, 300) for weight in WEIGHTS]
+    weight_only = [
+        Problem(
+            QuantizeKind.WEIGHT_ONLY_LINEAR, (rows, 256, 1024), ElementKind.BF16, ElementKind.S8, -128, 127,
+            weight=weight, weight_group=group,
+        )
+        for rows, weight, group in weights
+    ]  # fmt: skip
+    return [*map(draw.choice, kinds.values()), *map(Case, weight_only)]
 
 
 def compile_for(case: Case) -> None:
@@ -63,7 +73,7 @@ def test_linears_compile_for_hopper(
     assert len(launched.compiled) >= 8
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("arch", list(SHARED))
 def test_every_operation_compiles_for_every_architecture(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, arch: int
 ) -> None:
@@ -72,5 +82,5 @@ def test_every_operation_compiles_for_every_architecture(
         before = len(launched.compiled)
         compile_for(case)
         for compiled in launched.compiled[before:]:
-            assert f".target sm_{arch}" in compiled.asm["ptx"], case
+            assert f".target sm_{arch}" in compiled.asm["ptx"] and compiled.metadata.shared <= SHARED[arch], case
         assert len(launched.compiled) > before, case

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from ..numerics.indices import loop_bound
 from ..numerics.softmax import average, exponent, hidden, raised, unseen, weight
 from ..pdl import wait_for_previous
 
@@ -116,7 +117,7 @@ def attend(
     greatest = unseen([R])
     weights = tl.zeros([R], tl.float32)
     total = tl.zeros([R, DV], tl.float32)
-    for start in range(begin, end, BK):
+    for start in range(loop_bound(begin), loop_bound(end), BK):
         at = start + tl.arange(0, BK)
         seen = are_seen(seen_ptr, mask_step, least, at, end)
         row = at.to(tl.int64)
@@ -155,7 +156,7 @@ def merge(out_ptr, partial_ptr, sizes, TILE: tl.constexpr, PDL: tl.constexpr = F
     greatest = unseen([R])
     weights = tl.zeros([R], tl.float32)
     total = tl.zeros([R, DV], tl.float32)
-    for part in range(sizes.parts):
+    for part in range(loop_bound(sizes.parts)):
         of = partial_place(partial_ptr, place * sizes.parts + part, rows, sizes, DV)
         further = tl.load(of + DV, of_group, other=0)
         greater, base = raised(greatest, further)
