@@ -128,8 +128,10 @@ def centred(acc, rows, M, zero_point_ptr, sums, SPEC: tl.constexpr):
         zero = tl.load(zero_point_ptr + rows, mask=rows < M, other=0)
     else:
         zero = tl.full((1,), 0, tl.int32) + clamp(tl.load(zero_point_ptr), SPEC.q_min, SPEC.q_max)
-    # Sealed because Triton 3.7's LLVM fails an assertion where it vectorizes this product of a grouped weight's sums.
-    return acc - sealed((zero - SPEC.shift).to(acc.dtype)[:, None] * sums[None, :])
+    correction = (zero - SPEC.shift).to(acc.dtype)[:, None] * sums[None, :]
+    if SPEC.group:  # Triton 3.7's LLVM fails an assertion where it vectorizes the product of such a weight's sums
+        correction = sealed(correction)
+    return acc - correction
 
 
 @triton.jit
