@@ -16,7 +16,7 @@ import torch
 from fake_cuda import build
 from launched import GPU, Launched
 
-from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind
+from baracuda import Activation, BackendKind, DynamicRangeMode, ElementKind, PlanPreference, QuantizeKind, Unsupported
 from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 from cases import CASES, GROUP_CASES, Case, operands
@@ -84,3 +84,25 @@ def test_every_operation_compiles_for_every_architecture(
         for compiled in launched.compiled[before:]:
             assert f".target sm_{arch}" in compiled.asm["ptx"] and compiled.metadata.shared <= SHARED[arch], case
         assert len(launched.compiled) > before, case
+
+
+@pytest.mark.parametrize("op", [QuantizeKind.QUANTIZE, QuantizeKind.SMOOTHQUANT_LINEAR], ids=lambda op: op.value)
+def test_a_kernel_that_this_triton_does_not_compile_is_an_error_with_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: Any, op: QuantizeKind
+) -> None:
+    import triton
+
+    def fail(*_: object, **__: object) -> None:
+        try:
+            raise AttributeError("'shared_memory_descriptor' has no attribute 'reinterpret'\nbehind it")
+        except AttributeError as error:
+            raise RuntimeError("at 3:4: what stands around it") from error
+
+    Launched(build(tmp_path_factory), monkeypatch)
+    monkeypatch.setattr(triton, "compile", fail)
+    case = next(c for c in CASES if c.problem.op is op and 0 not in c.problem.shape)
+    with pytest.raises(
+        Unsupported, match=rf"Triton {triton.__version__} does not compile .* for sm_90: 'shared_"
+    ) as raised:
+        compile_for(case)
+    assert "behind it" not in str(raised.value) and "3.6 to 3.9" in str(raised.value)

@@ -44,6 +44,8 @@ POINTERS = {
     torch.uint8: "*u8",
     torch.int32: "*i32",
 }
+#: The versions of Triton whose code the tests look at (docs/reference/versions.md).
+TESTED = "3.6 to 3.9"
 #: From this CUDA version on a driver captures programmatic dependent launches into graphs.
 PDL_IN_GRAPHS = 12030
 #: The parameter where a number is an integer. Any other number arrives as the bits of a double, exact for every math
@@ -196,7 +198,23 @@ def compile_kernel(
     options = {"num_warps": build.warps, "enable_fp_fusion": False, "launch_pdl": pdl}
     options |= {"maxnreg": build.registers} if build.registers else {}
     options |= {} if build.stages is None else {"num_stages": build.stages}
-    return triton.compile(source, target=target, options=options)
+    return compile_source(source, target, options)
+
+
+def compile_source(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> Any:
+    """What Triton makes of a kernel; where it fails, an error that says with which versions it does not."""
+    try:
+        return triton.compile(source, target=target, options=options)
+    except Exception as error:  # whatever a compiler raises
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        first, *_ = str(cause).strip().splitlines() or [type(cause).__name__]
+        raise Unsupported(
+            f"{source.fn.__name__}: Triton {triton.__version__} does not compile this kernel for sm_{target.arch}: "
+            f"{first}. Tested is Triton {TESTED}: install such a one with its torch, or take a plan with "
+            "PlanPreference(prefer_backend='reference'), which is slow"
+        ) from error
 
 
 def _paths(i: int, value: Any) -> Iterator[tuple[tuple[int, ...], Any]]:

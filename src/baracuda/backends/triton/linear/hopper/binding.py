@@ -15,7 +15,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from ..... import _host
 from .....core.types import Activation
 from ....registry import Value
-from ...launch import POINTERS, Prepare
+from ...launch import POINTERS, Prepare, compile_source
 from .epilogue import HopperTerms, TermKinds
 
 #: What TMA copies, and its name in a signature.
@@ -118,7 +118,7 @@ def compiled(source: GluonASTSource, warps: int, pdl: bool = False, registers: i
     target = triton.runtime.driver.active.get_current_target()
     options = {"enable_fp_fusion": False, "num_warps": warps, "launch_pdl": pdl}
     options |= {"maxnreg": registers} if registers else {}
-    return triton.compile(source, target=target, options=options)
+    return compile_source(source, target, options)
 
 
 # -- what is launched --------------------------------------------------------------------------------------------
