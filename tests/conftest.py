@@ -37,6 +37,25 @@ def restored() -> Iterator[None]:
     torch.set_flush_denormal(False)
 
 
+class Failures:
+    """Name a failure when it happens: a run that is cut off prints no summary."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and terminal is not None:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = crash.message.splitlines()[0] if crash is not None and crash.message else report.when
+            terminal.ensure_newline()
+            terminal.write_line(f"failed: {report.nodeid}: {why}"[:400])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Failures(config))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take minutes and many gigabytes too")
 
