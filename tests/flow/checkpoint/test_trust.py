@@ -17,7 +17,7 @@ import torch
 
 from baracuda.flow import quantize_checkpoint, report, verify
 from baracuda.flow.checkpoint.manifest import read_manifest
-from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
+from baracuda.flow.checkpoint.tensorfile import TensorFile, read_tensors, write_tensors
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -165,6 +165,22 @@ def test_a_file_that_was_added_is_found(name: str, out: Path, source: Path) -> N
     models.reseal(out)
     codes = {where for _, where in found(out, source)}
     assert name in codes
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_folds_whose_length_looks_like_a_pickle_are_no_finding(protocol: int, out: Path) -> None:
+    path, wanted = out / "baracuda_folds.tensors", 0x80 + (protocol << 8)
+    with TensorFile(path) as file:
+        folds, tensors = file.metadata["folds"], {name: file.read(name) for name in file.entries}
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    # JSON may have blanks anywhere: so many that the length of the header has the bytes of a pickle's mark.
+    write_tensors(path, tensors, {"folds": folds + " " * ((wanted - length) % 0x10000)})
+    assert path.read_bytes()[:2] == bytes([0x80, protocol])
+    models.reseal(out)
+    assert found(out) == set()
+    path.write_bytes(pickle.dumps({"a": 1}, protocol))
+    models.reseal(out)
+    assert ("foreign-weights", path.name) in found(out)
 
 
 def test_pictures_and_words_for_people_are_harmless(out: Path, source: Path) -> None:

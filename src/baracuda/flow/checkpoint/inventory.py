@@ -9,6 +9,7 @@ from ..errors import CheckpointError
 from .check import Check
 from .directory import FOLDS, INDEX, JOURNAL, MANIFEST, REPORT, REPORT_PAGE, bad_names, is_foreign, links_out
 from .manifest import digests, files_in, for_people, read_manifest
+from .tensorfile import TensorFile
 
 #: Files that run when somebody opens, imports or loads them.
 _CODE = re.compile(r"\.(py|pyc|pyd|pyi|so|dll|dylib|exe|sh|bat|ps1|js|jar|ipynb|wasm)$", re.IGNORECASE)
@@ -69,12 +70,23 @@ def _look_at(check: Check, name: str, sums: dict[str, str] | None) -> None:
 
 
 def _is_pickle(check: Check, name: str) -> bool:
+    """Whether a file begins as a pickle. Files of tensors begin with a length, which may look like that."""
     try:
+        if name.endswith(".safetensors") or (name == FOLDS and _has_tensors(check, name)):
+            return False
         with (check.out / name).open("rb") as file:
             start = file.read(_LOOK)
-            return not name.endswith(".safetensors") and (start.startswith(_PICKLES) or _calls(start))
+            return start.startswith(_PICKLES) or _calls(start)
     except OSError as error:
         check.add("unreadable", name, f"it cannot be read: {error.strerror}")
+        return False
+
+
+def _has_tensors(check: Check, name: str) -> bool:
+    try:
+        with TensorFile(check.out / name):
+            return True
+    except CheckpointError:
         return False
 
 
