@@ -243,6 +243,37 @@ def test_a_model_without_a_chain_of_blocks_is_told() -> None:
     assert "no list of blocks" in str(find_chain(torch.nn.Linear(2, 2), [], tokens, {}))
 
 
+@pytest.mark.parametrize("hands_on", ["unpacked", "kept"])
+def test_blocks_that_hand_on_more_than_hidden_states_are_told(hands_on: str) -> None:
+    """What a block gets from another one would be missing where blocks run one by one."""
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(8, 8)
+
+        def forward(self, hidden: torch.Tensor, more: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
+            return self.up(hidden) + (0 if more is None else more), hidden.mean()
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.layers = torch.nn.Embedding(9, 8), torch.nn.ModuleList([Block(), Block()])
+
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            hidden, more = self.embed(input_ids), None
+            for layer in self.layers:
+                made = layer(hidden, more)
+                if hands_on == "unpacked":
+                    hidden, more = made
+                else:
+                    hidden, more = made[0], made[-1] if len(made) > 1 else None
+            return hidden
+
+    told = find_chain(Model(), ["layers.0.up", "layers.1.up"], torch.tensor([[3, 4, 5]]), {})
+    assert told == "the blocks of layers hand on more than hidden states, or keep some of what they see"
+
+
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_w4a8_is_loaded_as_integer_linears_with_group_factors(
     method: str, llama: Path, data: Path, tmp_path: Path

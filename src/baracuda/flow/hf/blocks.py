@@ -93,9 +93,15 @@ def find_chain(model: nn.Module, wanted: Collection[str], tokens: Tensor, argume
     best = max(lists, key=lambda item: (held[item[0]], -len(item[0])))
     names = [f"{best[0]}.{i}" for i in range(len(best[1]))]
     seen: list[tuple[str, Any, Any]] = []
+    values: list[Any] = []
 
     def watch(name: str) -> Any:
-        return lambda module, args, kwargs, output: seen.append((name, args, output))
+        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            seen.append((name, args, output))
+            first = output[0] if isinstance(output, tuple) and output else output
+            values.append(first.clone() if isinstance(first, Tensor) else None)  # what comes next may change it
+
+        return note
 
     handles = [model.get_submodule(n).register_forward_hook(watch(n), with_kwargs=True) for n in names]
     try:
@@ -112,7 +118,25 @@ def find_chain(model: nn.Module, wanted: Collection[str], tokens: Tensor, argume
         return f"the blocks of {best[0]} do not turn hidden states into hidden states"
     if any(args[0] is not output for (_, args, _), output in zip(seen[1:], outputs, strict=False)):
         return f"the blocks of {best[0]} do not each read the output of the one before"
-    return Chain(model, names, tuples.pop())
+    returns_tuple = tuples.pop()
+    if not _gives_alone(Chain(model, names, returns_tuple, outputs[0].dtype), tokens, arguments, values):
+        return f"the blocks of {best[0]} hand on more than hidden states, or keep some of what they see"
+    return Chain(model, names, returns_tuple)
+
+
+def _gives_alone(chain: Chain, tokens: Tensor, arguments: dict[str, Any], outputs: list[Tensor]) -> bool:
+    """Whether the blocks, run one by one, give what they give in a pass of the model."""
+    try:
+        hidden = chain.begin(tokens, arguments)
+        for index, output in enumerate(outputs):
+            hidden = chain.run(index, hidden)
+            if not torch.allclose(hidden, output, rtol=1e-3, atol=1e-3 * float(output.abs().max()), equal_nan=True):
+                return False
+    except torch.OutOfMemoryError:
+        raise  # a lack of memory says nothing about the blocks
+    except Exception:  # a model's own code, which got less than it expects
+        return False
+    return True
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
