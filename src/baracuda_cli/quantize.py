@@ -41,9 +41,11 @@ def quantize(
     activations: Annotated[
         str, typer.Option(help="dynamic (a scale per token) or static (from calibration).")
     ] = "dynamic",
-    calibration: Annotated[Path | None, typer.Option(help="Texts (.txt, .jsonl, .parquet) or tokens.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="Texts (.txt, .jsonl, .parquet), tokens, or builtin: a short text of ours.")
+    ] = None,
     evaluate: Annotated[
-        Path | None, typer.Option(help="Data to evaluate the result on; the figures go into the report.")
+        Path | None, typer.Option(help="Data to evaluate the result on, or builtin; the figures go into the report.")
     ] = None,
     smooth: Annotated[
         bool, typer.Option("--smooth", help="Scale channels first (SmoothQuant); --smooth auto searches how (AWQ too).")
@@ -100,6 +102,7 @@ def quantize(
     output = Output(json=json, quiet=quiet)
     with errors_told(), interrupted(out):
         from baracuda.flow import FlowError, quantize_checkpoint
+        from baracuda.flow.hf.coverage import MOST
         from baracuda.flow.run.steps import is_complete
 
         for option in ("scheme", "method", "group_size"):
@@ -143,7 +146,7 @@ def quantize(
         if content:
             output.show(_drawn(content, out))
             output.data(content)
-        if content and (share := content.get("float_share", 0)) > 0.5:
+        if content and (share := content.get("float_share", 0)) > MOST:
             output.show(
                 f"[bold]{share:.0%} of the parameters of the Linears are still in floating point, which --allow-float "
                 "accepted; the report names them with the reasons[/]"

@@ -7,6 +7,7 @@ import html
 import json
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from baracuda.flow import FlowError, quantize_checkpoint, report
 from baracuda.flow.hf.skeleton import quiet
 from baracuda.flow.run.command import repeat_command
+from baracuda.flow.run.options import Options
 from baracuda.flow.run.page import page
 from baracuda.flow.run.verdict import verdict
 from baracuda_cli.quantize import summary
@@ -182,6 +184,23 @@ def test_the_page_has_the_command_that_makes_it_again(out: Path) -> None:
     assert told is not None and "--scheme w4a16" in told and "--group-size 32" in told and "--ignore '*.o_proj'" in told
     del content["run"]["made_from"]
     assert repeat_command(content) is None and "Make it again" not in page(content)
+
+
+def test_the_command_allows_floats_where_most_of_the_model_is(out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    assert "--allow-float" not in str(repeat_command(content))
+    assert "--allow-float" in str(repeat_command(content | {"float_share": 0.75}))
+
+
+@pytest.mark.parametrize("option", sorted({field.name for field in fields(Options)} - {"rules"}))
+def test_the_command_names_every_option_that_was_given(option: str, out: Path) -> None:
+    content = json.loads((out / "baracuda_report.json").read_text())
+    kind = str(next(field.type for field in fields(Options) if field.name == option))
+    values: dict[str, Any] = {"float": 0.25, "int": 24, "str": "x", "tuple": ["x"], "bool": True}
+    given = next(value for name, value in values.items() if name in kind.removesuffix("[str, ...]"))
+    content["run"]["made_from"]["options"] = {option: given}
+    words = "" if given is True else " x" if given == ["x"] else f" {given}"
+    assert f" --{option.replace('_', '-')}{words} " in f"{repeat_command(content)} "
 
 
 def test_samples_and_sizes_are_side_by_side(out: Path) -> None:

@@ -11,10 +11,13 @@ from ..errors import FlowError, some
 from .layers import EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, Structure
 from .skeleton import SHARED
 
+#: A larger share of floats has to be allowed.
+MOST = 0.5
+
 
 def require_mostly_quantized(structure: Structure, source: Checkpoint, group_size: int) -> None:
     """Raise where most of the parameters of the Linears would stay in floating point; say what to pass instead."""
-    if (share := float_share(structure, source)) <= 0.5:
+    if (share := float_share(structure, source)) <= MOST:
         return
     alike: dict[str, list[str]] = {}
     for module, _ in _floats(structure, source):

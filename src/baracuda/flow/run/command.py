@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
+from ..hf.coverage import MOST
 from .options import Options
 
-_WRITTEN = ("scheme", "activations", "alpha", "group_size", "samples", "sequence_length", "method")
-_FLAGS = {"smooth": "--smooth", "one_shot": "--one-shot"}
+_FLAGS = ("smooth", "one_shot", "quantize_head")
+_WRITTEN = ("scheme", "activations", "alpha", "group_size", "samples", "sequence_length", "method", "budget", "max_kl")
 
 
 def repeat_command(content: dict[str, Any]) -> str | None:
@@ -26,7 +27,7 @@ def repeat_command(content: dict[str, Any]) -> str | None:
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
         if name in _FLAGS:
-            words += [_FLAGS[name]] if value else []
+            words += [option] if value else []
         elif name == "ignore" and isinstance(value, list):
             words += [word for pattern in value for word in ("--ignore", str(pattern))]
         elif name in _WRITTEN and isinstance(value, str | int | float) and value != getattr(default, name):
@@ -36,6 +37,8 @@ def repeat_command(content: dict[str, Any]) -> str | None:
             words += [option, str(inputs[name])]
     if options.get("rules"):
         words += ["--recipe", "RECIPE.toml"]
+    if content.get("float_share", 0) > MOST:
+        words.append("--allow-float")
     if run["device"] != "cpu":
         words += ["--device", str(run["device"])]
     return shlex.join(words)
