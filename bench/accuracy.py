@@ -47,6 +47,8 @@ class Row:
     peer: bool = False
     weighed: bool = False
     """Whether scales are weighed by calibration data, for a method that could do without."""
+    builtin: bool = False
+    """Whether calibration reads the text that comes with baracuda."""
 
     @property
     def calibrated(self) -> bool:
@@ -57,15 +59,18 @@ ROWS = (
     Row("w8a8", "w8a8"),
     Row("w8a8, smooth", "w8a8", smooth=True),
     Row("w8a8, smooth auto", "w8a8", smooth="auto"),
+    Row("w8a8, smooth auto, builtin", "w8a8", smooth="auto", builtin=True),
     Row("w8a8, smooth auto, gptq", "w8a8", "gptq", smooth="auto"),
     Row("w4a16", "w4a16"),
     Row("w4a16, weighed scales", "w4a16", weighed=True),
     Row("w4a16, smooth auto", "w4a16", smooth="auto"),
     Row("w4a16, gptq", "w4a16", "gptq"),
     Row("w4a16, smooth auto, gptq", "w4a16", "gptq", smooth="auto"),
+    Row("w4a16, smooth auto, gptq, builtin", "w4a16", "gptq", smooth="auto", builtin=True),
     Row("w4a8, smooth auto", "w4a8", smooth="auto"),
     Row("w4a8, gptq", "w4a8", "gptq"),
     Row("w4a8, smooth auto, gptq", "w4a8", "gptq", smooth="auto"),
+    Row("w4a8, smooth auto, gptq, builtin", "w4a8", "gptq", smooth="auto", builtin=True),
     Row("llm-compressor w8a8", "w8a8", peer=True),
     Row("llm-compressor w4a16", "w4a16", peer=True),
     Row("llm-compressor w4a16, gptq", "w4a16", "gptq", peer=True),
@@ -107,7 +112,8 @@ def main(argv: Sequence[str]) -> int:
     show(chosen.model, results)
     bars = requirements({row["name"]: row for row in results[1:]})
     show_bars(bars)
-    write_json(chosen.json, {**setting, "threads": torch.get_num_threads(), "rows": results, "bars": bars})
+    setting["threads"] = chosen.threads or torch.get_num_threads()
+    write_json(chosen.json, {**setting, "rows": results, "bars": bars})
     return 0
 
 
@@ -156,7 +162,7 @@ def run(row: Row, calibration: Path, folder: Path, samples: int, chosen: argpars
     else:
         options = {"model": model, "out": str(folder / slug(row)), "scheme": row.scheme, "method": row.method,
                    "samples": samples, "sequence_length": LENGTH}  # fmt: skip
-        options |= {"calibration": str(calibration)} if row.calibrated else {}
+        options |= {"calibration": "builtin" if row.builtin else str(calibration)} if row.calibrated else {}
         options |= {"group_size": GROUP} if row.scheme.startswith("w4") else {}
         options |= {"smooth": row.smooth} if row.smooth else {}
         command = [sys.executable, "-m", "bench._accuracy_run", json.dumps(options)]

@@ -108,6 +108,7 @@ def _options(name: str) -> str:
         "smooth auto": "--smooth auto",
         "gptq": "--method gptq",
         "weighed scales": "--calibration FILE",
+        "builtin": "--calibration builtin",
     }
     return f"`{' '.join([f'--scheme {scheme}', *(typed[part] for part in parts)])}`"
 
@@ -247,7 +248,7 @@ def accuracy(run: dict[str, Any]) -> str:
     ]
     return "\n\n".join(
         [
-            f"{run['model']}, {run['threads']} threads, groups of {run['group_size']} at four bits, one run:",
+            f"{run['model']}, {run['threads']} threads, groups of {run['group_size']} at four bits:",
             table(["", "perplexity", "KL", "same top token", "seconds of a core", "peak MB"], rows, range(1, 6)),
             f"{met} of {len(run['bars'])} bars are met:",
             table(["requirement", "needed", "measured"], bars, range(1, 3)),

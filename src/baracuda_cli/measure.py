@@ -16,7 +16,7 @@ from .terminal import MODEL, Device, Dtype, Json, Output, Quiet, bars, dtype_nam
 
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(help=MODEL)],
-    text: Annotated[Path, typer.Option(help="Texts (.txt, .jsonl, .parquet) or tokens (.safetensors).")],
+    text: Annotated[Path, typer.Option(help="Texts (.txt, .jsonl, .parquet), tokens (.safetensors), or builtin.")],
     against: Annotated[str | None, typer.Option(help="The float model, to compare with.")] = None,
     samples: Annotated[int, typer.Option(help="Sequences to evaluate with.")] = 128,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,

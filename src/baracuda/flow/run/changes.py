@@ -85,3 +85,8 @@ _KINDS = ("columns", "rows", "replaced", "input_scales", "counts", "moments", "h
 def input_scale(maximum: float) -> Tensor:
     """The static scale of activations whose absolute maximum this is; 1 where nothing was ever seen."""
     return torch.tensor([maximum / 127 if maximum > 0 else 1.0], dtype=torch.float32)
+
+
+def scaled_outputs(notes: dict[str, Any]) -> frozenset[str]:
+    """The modules whose outputs smoothing scaled on purpose, by what the report tells of it."""
+    return frozenset(fold["from"].removesuffix(".weight") for fold in notes.get("folded", []))

@@ -31,8 +31,11 @@ SUFFIXES = (*TEXTS, ".safetensors")
 TOKEN_TYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 #: Bytes of a file of tokens that are checked at once.
 CHUNK = 1 << 22
-#: A file of texts or tokens, or the texts themselves.
+#: A file of texts or tokens, the texts themselves, or BUILTIN.
 Data = str | Path | list[str] | tuple[str, ...]
+#: In place of a file: a text that comes with baracuda, one for calibration and another one for evaluation.
+BUILTIN = "builtin"
+_TEXTS = Path(__file__).with_name(BUILTIN)
 
 
 def read_sequences(
@@ -107,7 +110,7 @@ class Encoder:
 def as_file(data: Data | None, use: str) -> Iterator[Path | None]:
     """The file of the data. Texts are written to one, named by their use, which is removed at the end."""
     if data is None or isinstance(data, str | Path):
-        yield None if data is None else Path(data)
+        yield None if data is None else located(str(data), use)
         return
     if not isinstance(data, list | tuple) or not all(isinstance(text, str) for text in data):
         raise FlowError(f"{use}: expected the path of a file, or a list of texts, got {type(data).__name__}")
@@ -117,12 +120,23 @@ def as_file(data: Data | None, use: str) -> Iterator[Path | None]:
         yield path
 
 
+def located(name: str, use: str) -> Path:
+    """The file that is meant: of BUILTIN, the text that comes with baracuda for this use."""
+    return _TEXTS / f"{use}.txt" if name == BUILTIN else Path(name)
+
+
+def spelled(path: Path) -> str:
+    """The name by which `located` finds a file, wherever baracuda is installed."""
+    return BUILTIN if path.parent == _TEXTS else str(path)
+
+
 def require_data(path: Path) -> None:
     """Raise unless this is a file of texts or tokens. Called before a run begins, so that it does not fail later."""
     if path.suffix not in SUFFIXES or not path.is_file():
         what = "no such file" if not path.exists() else "not a file" if not path.is_file() else "another kind of file"
         raise FlowError(
-            f"{path}: {what}; expected texts (.txt, a sample a line, .jsonl or .parquet) or tokens (.safetensors)"
+            f"{path}: {what}; expected texts (.txt, a sample a line, .jsonl or .parquet), tokens (.safetensors), or "
+            f"{BUILTIN}"
         )
     if holds_inputs(path):
         require_inputs(path)

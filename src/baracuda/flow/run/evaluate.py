@@ -17,7 +17,8 @@ from ..hf.forward import any_model, arguments, float_model, generates, tokenizer
 from ..hf.generation import failures_told
 from ..hf.hub import model_directory
 from ..hf.load import load
-from .data import Data, as_file, batches, read_for, require_data
+from .changes import scaled_outputs
+from .data import Data, as_file, batches, located, read_for, require_data, spelled
 from .inputs import compare_inputs, holds_inputs, read_inputs, require_perceived
 from .journal import digest_file
 from .options import Options, Progress
@@ -47,9 +48,9 @@ def evaluate(
     """
     original, quantized = float_model(model_dir, device), load(out, device=device)
     if holds_inputs(data):
-        return {"data": data.name, **_perceive(original, quantized, data, options, device, progress, skip)}
+        return {"data": _named(data), **_perceive(original, quantized, data, options, device, progress, skip)}
     sequences = read_for(original, model_dir, data, options, "evaluation", device)
-    found = {"data": data.name, **_compare(original, quantized, sequences, device, progress, skip)}
+    found = {"data": _named(data), **_compare(original, quantized, sequences, device, progress, skip)}
     if calibration is not None:
         fitted = read_for(original, model_dir, calibration, options, "calibration", device)
         found["seen_in_calibration"] = seen_share(fitted, sequences)
@@ -148,16 +149,28 @@ def _evaluate(
     if against is None:
         sequences = read_for(model, directory, data, options, "evaluation", where)
         seen = _seen(directory, data, sequences, model, where)
-        return {"data": data.name, **_perplexity(model, sequences, where, step), **seen}
-    original = float_model(against, where)
+        return {"data": _named(data), **_perplexity(model, sequences, where, step), **seen}
+    original, skip = float_model(against, where), _folded(directory)
     if holds_inputs(data):
-        return {"data": data.name, **_perceive(original, model, data, options, where, step, frozenset())}
+        return {"data": _named(data), **_perceive(original, model, data, options, where, step, skip)}
     sequences = read_for(original, against, data, options, "evaluation", where)
-    found = {"data": data.name, **_compare(original, model, sequences, where, step, frozenset())}
+    found = {"data": _named(data), **_compare(original, model, sequences, where, step, skip)}
     found |= _seen(directory, data, sequences, original, where)
     for token in found.get("worst", []):
         token["before"], token["text"] = _texts(against, sequences[token["sequence"]], token["position"])
     return found
+
+
+def _named(data: Path) -> str:
+    return Path(spelled(data)).name
+
+
+def _folded(directory: Path) -> frozenset[str]:
+    """The modules whose outputs smoothing scaled, by the report of a checkpoint of ours."""
+    try:
+        return scaled_outputs(read_report(directory)["smoothing"] or {})
+    except (FlowError, CheckpointError):  # not a checkpoint of ours
+        return frozenset()
 
 
 def _seen(
@@ -173,11 +186,12 @@ def _seen(
         return {}
     if recorded == digest_file(data):
         return {"seen_in_calibration": 1.0}
-    if place is None or not Path(place).is_file() or digest_file(Path(place)) != recorded:
+    path = None if place is None else located(place, "calibration")
+    if path is None or not path.is_file() or digest_file(path) != recorded:
         return {}
     given = run["made_from"].get("options")
     sizes = {key: given[key] for key in ("samples", "sequence_length") if isinstance(given, dict) and key in given}
-    fitted = read_for(model, directory, Path(place), Options(**sizes), "calibration", where)
+    fitted = read_for(model, directory, path, Options(**sizes), "calibration", where)
     return {"seen_in_calibration": seen_share(fitted, sequences)}
 
 

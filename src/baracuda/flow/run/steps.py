@@ -26,8 +26,8 @@ from ..hf.layers import Structure
 from ..hf.structure import find_linears
 from . import overlap
 from . import report as reports
-from .changes import Changes
-from .data import rehearse, require_data
+from .changes import Changes, scaled_outputs
+from .data import rehearse, require_data, spelled
 from .distributed import Team
 from .journal import Journal, digest, digest_file
 from .options import Options, Plan, Progress
@@ -68,7 +68,7 @@ class Run:
         if self.plan.needs_calibration and self.calibration is None:
             raise FlowError(
                 f"{options.why_data(self.plan)} needs calibration data: texts (.txt, .jsonl or .parquet) or tokens "
-                "(.safetensors); pass --calibration FILE"
+                "(.safetensors); pass --calibration FILE, or --calibration builtin for a short text of baracuda's own"
             )
         self._check_options()
         self.structure = find_linears(self.source, self.plan.recipe, options.ignore, options.quantize_head)
@@ -361,7 +361,7 @@ class Run:
         size = content["size"]["before"]
         content["run"] = reports.run_section(size, seconds, self.device, self.team.size, self.record())
         given = {"model": self.source.directory, "calibration": self.calibration, "evaluation": self.evaluation}
-        content["run"]["inputs"] = {name: str(path) for name, path in given.items() if path is not None}
+        content["run"]["inputs"] = {name: spelled(path) for name, path in given.items() if path is not None}
         failure = None
         if self.evaluation is not None:
             try:
@@ -377,8 +377,6 @@ class Run:
     def _evaluate(self, data: Path, changes: Changes) -> dict[str, Any]:
         from .evaluate import evaluate  # takes a while to import
 
-        folded = changes.notes.get("folded", [])
-        scaled = frozenset(fold["from"].removesuffix(".weight") for fold in folded)
         return evaluate(
             self.source.directory,
             self.out,
@@ -386,6 +384,6 @@ class Run:
             self.options,
             self.device,
             self.progress,
-            scaled,
+            scaled_outputs(changes.notes),
             self.calibration,
         )

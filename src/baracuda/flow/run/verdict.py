@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .data import BUILTIN
 from .overlap import warning
 
 GRADES = ("good", "fair", "poor")
@@ -70,7 +71,9 @@ def verdict(content: dict[str, Any]) -> Verdict:
     evaluation = content["evaluation"]
     figures = tuple((criterion, value, criterion.grade(value)) for criterion, value in _figures(evaluation or {}))
     if not figures:
-        return Verdict("not measured", (), "Add --evaluate FILE with texts like those the model is for.")
+        advice = f"Add --evaluate FILE with texts like those the model is for, or --evaluate {BUILTIN}."
+        more = f" A model of text loses less with {next(_tries(content))}." if _calibration(content) is None else ""
+        return Verdict("not measured", (), advice + more)
     grade = max((grade for _, _, grade in figures), key=GRADES.index)
     flattered = warning(evaluation) is not None
     return Verdict(grade, figures, _advice(grade, content, flattered), flattered)
@@ -99,12 +102,30 @@ def _advice(grade: str, content: dict[str, Any], flattered: bool) -> str:
         return more.strip() if flattered else f"Nothing needs to be done.{more}"
     if perceives:  # such models are not calibrated
         return f"Leave the noisiest layers below out with --ignore.{more}"
-    name, calibrated = content["scheme"]["name"], content["smoothing"] is not None or "method" in content
-    if name.startswith("w4"):
-        better = "another --group-size" if calibrated else "--method gptq --calibration FILE, or a smaller --group-size"
-        return f"Try {better}, or w8a8; the noisiest layers below can be left out with --ignore.{more}"
-    better = "--alpha auto" if calibrated else "--scheme w8a8-smoothquant --calibration FILE"
-    return f"Try {better}; the noisiest layers below can be left out with --ignore.{more}"
+    tries = " or ".join(_tries(content))
+    leave = "the noisiest layers below can be left out with --ignore."
+    return f"Try {tries}; {leave}{more}" if tries else f"{leave.capitalize()}{more}"
+
+
+def _calibration(content: dict[str, Any]) -> str | None:
+    found: str | None = content["run"].get("inputs", {}).get("calibration")
+    return found
+
+
+def _tries(content: dict[str, Any]) -> Iterator[str]:
+    """What may give a better result than what was done."""
+    smoothing, made = content["smoothing"] or {}, _calibration(content)
+    fits = content["scheme"]["name"].startswith("w4")
+    method = "--method gptq" if fits and "method" not in content else ""
+    smooth = "--smooth auto" if smoothing.get("alpha") != "auto" else ""
+    data = f"--calibration {BUILTIN} (or FILE)" if made is None else ""
+    if words := " ".join(filter(None, (smooth, method))):
+        yield f"{words} {data}".strip()
+    if made == BUILTIN:
+        yield "--calibration FILE with texts like those the model is for"
+    if fits:
+        yield "a smaller --group-size"
+        yield "w8a8"
 
 
 def _shown(criterion: Criterion, value: float) -> str:
