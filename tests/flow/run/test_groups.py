@@ -8,6 +8,8 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import baracuda
@@ -117,6 +119,26 @@ def test_patterns_say_of_each_layer_what_it_has_and_match_the_names_of_fused_lay
     config = quantization_config(recipe, [])
     assert len(config["config_groups"]) == 3 and config["format"] == "mixed-precision"
     assert {name: parse_config(config).of(name).scheme for name in schemes} == schemes
+
+
+def test_layers_that_are_numbers_have_patterns_of_their_names() -> None:
+    """As in an nn.Sequential."""
+    schemes = {"merger.mlp.0": W8, "merger.mlp.2": W8, "list.0.mlp.0": W8, "list.1.mlp.2": W8} | layers(8, up=W4)
+    recipe = layer_recipe(schemes)
+    assert [pattern for pattern, _ in recipe.rules] == [r"re:^list\.\d+\.mlp\.\d+$", r"re:^merger\.mlp\.\d+$"]
+    assert {name: recipe.of(name).scheme for name in schemes} == schemes
+
+
+PARTS = st.sampled_from(
+    ["0", "1", "10", "layers", "mlp", "q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head"]
+)
+NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)
+
+
+@given(st.dictionaries(NAMES, st.sampled_from([W4, W8, W4.with_groups(32)]), min_size=1, max_size=12))
+def test_patterns_say_of_any_names_what_they_have(schemes: dict[str, Scheme]) -> None:
+    recipe = layer_recipe(schemes)
+    assert {name: recipe.of(name).scheme for name in schemes} == schemes
 
 
 def test_schemes_that_split_a_fused_layer_have_patterns_of_their_own() -> None:

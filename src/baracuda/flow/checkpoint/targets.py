@@ -73,7 +73,7 @@ def _kind(module: str) -> str:
 
 def _regex(kind: str, numbers: list[str], members: set[str]) -> str:
     parts = [re.escape(part) for part in kind.rpartition(".")[0].split("#")]
-    parent = "".join(part + number for part, number in zip(parts, [*numbers, ""], strict=False))
+    parent = "".join(part + number for part, number in zip(parts, [*numbers[: len(parts) - 1], ""], strict=True))
     leaves = sorted({member.rpartition(".")[2] for member in members})
     leaf = kind.rpartition(".")[2]
     if "#" in leaf:  # a list of Linears: the number is the name
