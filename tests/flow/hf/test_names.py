@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import baracuda
 from baracuda.flow import FlowError, quantize_checkpoint, verify
 from baracuda.flow.checkpoint.tensorfile import read_tensors, write_tensors
+from baracuda.flow.hf import names
 from baracuda.flow.hf.names import match_names
 from baracuda.flow.hf.skeleton import model_class, quiet
 from baracuda.nn import QuantizedLinear
@@ -238,6 +239,31 @@ def test_without_a_known_architecture_the_model_below_the_heads_tells_what_is_a_
     reconfigure(tmp_path / "gpt2", architectures=architectures)
     with pytest.raises(FlowError, match=r"nothing to quantize\. .* a Conv1D"):
         quantize_checkpoint(tmp_path / "gpt2", tmp_path / "nothing")
+
+
+def test_a_linear_whose_scale_would_not_be_renamed_with_its_weight_stays_float(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the projector of Unlimited-OCR: its rule names the weight and the bias, one by one."""
+    loading = pytest.importorskip("transformers.core_model_loading")
+    before, linear = names._rules, "model.layers.0.mlp.down_proj"
+    rule = loading.WeightRenaming(r"(^|x)model\.layers\.7\.mlp\.down_proj\.weight$", rf"\1{linear}.weight")
+
+    def rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
+        renamings, converters = before(model)
+        return [*renamings, rule], converters
+
+    monkeypatch.setattr(names, "_rules", rules)
+    models.save("llama", tmp_path / "model")
+    stored = read_tensors(tmp_path / "model" / "model.safetensors")
+    stored = {name.replace(linear, linear.replace("0", "7")): tensor for name, tensor in stored.items()}
+    write_tensors(tmp_path / "model" / "model.safetensors", stored, {"format": "pt"})
+    report = quantize_checkpoint(tmp_path / "model", None, dry_run=True)
+    left = {entry["name"]: entry["reason"] for entry in report["left"]}
+    assert (
+        left["model.layers.7.mlp.down_proj"] == "transformers renames its weight by a rule that does not know its scale"
+    )
+    assert len(report["layers"]) == 13
 
 
 def test_code_beside_a_model_may_build_it_otherwise_so_names_and_shapes_tell(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,14 @@ def match_names(model: nn.Module, tensors: Iterable[str]) -> Names:
         if not found:
             names.unread.append(tensor)
     return names
+
+
+def renamed_alone(model: nn.Module, modules: Mapping[str, str]) -> list[str]:
+    """Of modules, stored name -> name in the model: those whose weight is renamed, but not a scale stored beside it."""
+    weights = model.state_dict()
+    scales = {f"{name}.weight_scale": weights[f"{name}.weight"] for name in modules.values()}
+    rename = _renaming(model, weights | scales)
+    return [s for s, name in modules.items() if f"{name}.weight_scale" not in rename(f"{s}.weight_scale")[0]]
 
 
 def cuts_weights(model: nn.Module, packed: Iterable[str]) -> bool:
