@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src csrc -type f -not -name '*.pyc')
 
-.PHONY: demo info test lint types pytest interpreter mutation bench docs gpu-test gpu-bench gpu-sanitize sanitize sanitize-modules fuzz \
+.PHONY: demo info test lint types pytest interpreter mutation architectures bench docs gpu-test gpu-bench gpu-sanitize sanitize sanitize-modules fuzz \
 	fuzz-flow mutate-checkpoints aarch64 slow soak package build clean vllm compat
 
 demo: .venv/demo  ## a first minute: a small model is trained, quantized four ways, verified and compared
@@ -36,6 +36,10 @@ vllm: .venv/installed  ## our checkpoints in a real vLLM (its CPU build, in an e
 ROWS ?=
 compat: .venv/installed  ## the tests over the version ranges, printed in docs/reference/versions.md; ROWS=--ends for the oldest alone
 	$(BIN)/python tools/compat.py $(ROWS)
+
+ONLY ?=
+architectures: .venv/installed  ## every architecture of transformers, small, through quantize, verify, load and save; ONLY="llama t5" for some
+	$(BIN)/python tools/architectures.py $(ONLY)
 
 SECONDS ?= 600
 INVARIANCE ?=

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import patch
 
@@ -203,7 +205,32 @@ def verdict_limits() -> str:
     return table(["figure", "good", "fair"], rows)
 
 
+def architectures() -> str:
+    """What `make architectures` found, by kind of model."""
+    found = json.loads((Path(__file__).parents[2] / "tools" / "architectures.json").read_text())
+    rows = []
+    for family, title in found["families"].items():
+        mine = [row for row in found["rows"] if row["family"] == family]
+        works = [f"`{row['architecture']}`" for row in mine if row["outcome"] == "works"]
+        rows.append([title, len(works), ", ".join(works)])
+    refused = [
+        [f"`{row['architecture']}`", row["reason"].partition(". Use another")[0]]
+        for row in found["rows"]
+        if row["outcome"] == "refused"
+    ]
+    return "\n\n".join(
+        [
+            f"transformers {found['transformers']}:",
+            table(["kind of model", "work", "architectures"], rows, range(1, 2)),
+            "Refused, with the reason:",
+            table(["architecture", "reason"], refused),
+            f"{found['not tried']} more have no small form that the tool's sizes make, and were not tried.",
+        ]
+    )
+
+
 MAKERS: dict[str, Callable[[], str]] = {
+    "architectures": architectures,
     "op_matrix": op_matrix,
     "matrix_counts": matrix_counts,
     "guarantees": guarantees,
