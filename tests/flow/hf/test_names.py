@@ -241,13 +241,14 @@ def test_without_a_known_architecture_the_model_below_the_heads_tells_what_is_a_
         quantize_checkpoint(tmp_path / "gpt2", tmp_path / "nothing")
 
 
+@pytest.mark.parametrize("linear", ["model.layers.0.mlp.down_proj", "lm_head"])
 def test_a_linear_whose_scale_would_not_be_renamed_with_its_weight_stays_float(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    linear: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the projector of Unlimited-OCR: its rule names the weight and the bias, one by one."""
+    """As the projector of Unlimited-OCR and the head of DeepSeek V4: their rules name a weight alone."""
     loading = pytest.importorskip("transformers.core_model_loading")
-    before, linear = names._rules, "model.layers.0.mlp.down_proj"
-    rule = loading.WeightRenaming(r"(^|x)model\.layers\.7\.mlp\.down_proj\.weight$", rf"\1{linear}.weight")
+    before = names._rules
+    rule = loading.WeightRenaming(r"(^|x)another\.name\.weight$", rf"\1{linear}.weight")
 
     def rules(model: nn.Module) -> tuple[list[Any], list[Any]]:
         renamings, converters = before(model)
@@ -256,14 +257,17 @@ def test_a_linear_whose_scale_would_not_be_renamed_with_its_weight_stays_float(
     monkeypatch.setattr(names, "_rules", rules)
     models.save("llama", tmp_path / "model")
     stored = read_tensors(tmp_path / "model" / "model.safetensors")
-    stored = {name.replace(linear, linear.replace("0", "7")): tensor for name, tensor in stored.items()}
+    stored["another.name.weight"] = stored.pop(f"{linear}.weight")
     write_tensors(tmp_path / "model" / "model.safetensors", stored, {"format": "pt"})
+    if linear == "lm_head":
+        with pytest.raises(
+            FlowError, match=r"--quantize-head: lm_head .* a rule that does not know its scale; drop it"
+        ):
+            quantize_checkpoint(tmp_path / "model", None, dry_run=True, quantize_head=True)
+        return
     report = quantize_checkpoint(tmp_path / "model", None, dry_run=True)
     left = {entry["name"]: entry["reason"] for entry in report["left"]}
-    assert (
-        left["model.layers.7.mlp.down_proj"] == "transformers renames its weight by a rule that does not know its scale"
-    )
-    assert len(report["layers"]) == 13
+    assert left["another.name"] == names.RENAMED_ALONE and len(report["layers"]) == 13
 
 
 def test_code_beside_a_model_may_build_it_otherwise_so_names_and_shapes_tell(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from ..checkpoint.targets import HEAD, is_head
 from ..errors import FlowError, shown, some
 from .config import parse
 from .layers import Head, Structure
-from .names import Names, match_names
+from .names import RENAMED_ALONE, Names, match_names, renamed_alone
 from .skeleton import skeleton, tied_weights
 from .surroundings import casts, taken_apart
 
@@ -37,7 +37,7 @@ def take_head(
     if (reason := storage.declines(entry)) is not None:
         raise FlowError(f"--quantize-head: {head.tensor}: {reason}; drop it")
     if model is not None:
-        _require_replaceable(model, source.config, name, head.tied)
+        _require_replaceable(model, source.config, head, name)
     nbytes = sum(stored.nbytes for stored in storage.entries(head.module, entry))
     structure.head = Head(head.module, head.tensor, head.tied, nbytes)
     structure.choices[head.module] = choice
@@ -112,10 +112,12 @@ def _of_model(model: torch.nn.Module, source: Checkpoint, names: Names) -> Head:
     return Head(stored or name, f"{stored}.weight" if stored is not None else names.stored[embedding], tied=True)
 
 
-def _require_replaceable(model: torch.nn.Module, config: dict[str, Any], name: str, tied: bool) -> None:
-    """Raise where the code around the head needs its float weight, or where untying it changes more than the head."""
+def _require_replaceable(model: torch.nn.Module, config: dict[str, Any], head: Head, name: str) -> None:
+    """Raise where its float weight is needed, its scale is not found, or untying changes more than the head."""
     why = "the code around it computes with its weight itself" if name in taken_apart(model) else casts(model, name)
-    if why is None and tied:
+    if why is None and renamed_alone(model, {head.module: name}):
+        why = RENAMED_ALONE
+    if why is None and head.tied:
         why = _why_tied(model, config, name)
     if why is not None:
         raise FlowError(f"--quantize-head: {name} of {type(model).__name__} must stay as it is: {why}; drop it")

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import nn
 
+#: Why a module of `renamed_alone` stays float.
+RENAMED_ALONE = "transformers renames its weight by a rule that does not know its scale"
+
 
 @dataclass
 class Names:

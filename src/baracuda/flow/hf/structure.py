@@ -18,7 +18,7 @@ from ..errors import CheckpointError, FlowError, some
 from .experts import stacked_experts, unstacked_experts, weight_only, who_reads_packed
 from .head import take_head
 from .layers import EXPERT, EXPERTS, HEAD_STAYS, IGNORED, NO_LINEAR, NOT_STORED, Structure
-from .names import cuts_weights, match_names, renamed_alone
+from .names import RENAMED_ALONE, cuts_weights, match_names, renamed_alone
 from .skeleton import SHARED, skeleton, stay_float, tied_weights
 from .surroundings import casts, needs_float_weights
 
@@ -284,7 +284,7 @@ def _from_model(model: torch.nn.Module, source: Checkpoint, recipe: Recipe) -> S
                 structure.left[stored] = reason
     for stored in renamed_alone(model, {stored: structure.modules[stored] for stored in structure.linears.values()}):
         del structure.linears[f"{stored}.weight"]
-        structure.left[stored] = "transformers renames its weight by a rule that does not know its scale"
+        structure.left[stored] = RENAMED_ALONE
     _take_experts(structure, model, source, recipe)
     handled |= set(structure.linears)
     _name_the_rest(structure, source, handled)
