@@ -42,6 +42,18 @@ def made(source: Path) -> tuple[Path, dict[str, Any]]:
     return out, quantize_checkpoint(source, out, smooth="auto", samples=4, sequence_length=64, **given)
 
 
+def test_the_bar_of_a_short_text_gets_to_its_end(source: Path, tmp_path: Path) -> None:
+    steps: list[tuple[int, int, str]] = []
+
+    def progress(stage: str, done: int, total: int, label: str) -> None:
+        if stage == "read":
+            steps.append((done, total, label))
+
+    quantize_checkpoint(source, tmp_path / "out", smooth=True, calibration=BUILTIN, samples=400, progress=progress)
+    assert sum(done for done, _, _ in steps) == 400 * 512
+    assert {(total, label) for _, total, label in steps} == {(400 * 512, BUILTIN)}
+
+
 def test_a_run_needs_no_file_and_its_report_names_the_texts_as_one_types_them(
     made: tuple[Path, dict[str, Any]],
 ) -> None:

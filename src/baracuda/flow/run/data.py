@@ -166,15 +166,19 @@ def read_for(
             f"{use}: {data} has images or sounds, with which checkpoints are evaluated, but {type(model).__name__} is "
             "calibrated on texts or tokens only; use a scheme without calibration: w8a8 or w4a16"
         )
-    wanted = options.samples * options.sequence_length
+    wanted = left = options.samples * options.sequence_length
+
+    def read(count: int) -> None:
+        nonlocal left
+        left -= count
+        if progress is not None:
+            progress("read", count, wanted, Path(spelled(data)).name)
+
     sequences = read_sequences(
-        data,
-        directory,
-        samples=options.samples,
-        length=options.sequence_length,
-        blocks=generates(model),
-        read=None if progress is None else lambda count: progress("read", count, wanted, data.name),
+        data, directory, samples=options.samples, length=options.sequence_length, blocks=generates(model), read=read
     )
+    if 0 < left < wanted:  # there is no more text
+        read(left)
     require_readable(model, sequences, use, device)
     return sequences
 
