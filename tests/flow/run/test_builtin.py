@@ -13,6 +13,7 @@ from baracuda.flow import FlowError, evaluate_checkpoint, quantize_checkpoint
 from baracuda.flow.run.command import repeat_command
 from baracuda.flow.run.data import BUILTIN, located
 from baracuda.flow.run.overlap import LIMIT, seen_share
+from baracuda.flow.run.page import page
 from baracuda.flow.run.verdict import verdict
 
 pytest.importorskip("transformers")
@@ -62,6 +63,7 @@ def test_a_run_needs_no_file_and_its_report_names_the_texts_as_one_types_them(
     inputs = report["run"]["inputs"]
     assert (inputs["calibration"], inputs["evaluation"], report["evaluation"]["data"]) == (BUILTIN,) * 3
     assert str(repeat_command(report)).endswith(" --calibration builtin --evaluate builtin")
+    assert "tokens of the text that comes with baracuda." in page(report)
 
 
 def test_a_result_may_be_measured_on_the_other_text(made: tuple[Path, dict[str, Any]], source: Path) -> None:

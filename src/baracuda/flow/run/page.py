@@ -11,6 +11,7 @@ from typing import Any
 
 from .charts import bars
 from .command import repeat_command
+from .data import BUILTIN
 from .markup import Markup, document, element, join
 from .verdict import rows as verdict_rows
 from .verdict import verdict
@@ -138,7 +139,8 @@ def _verdict(content: dict[str, Any]) -> Markup:
             element("p", "No evaluation data was given: accuracy below is that of the weights alone.", class_="dim")
         )
     else:
-        parts.append(element("p", f"Evaluated on {evaluation['tokens']} tokens of {evaluation['data']}.", class_="dim"))
+        data = "the text that comes with baracuda" if evaluation["data"] == BUILTIN else evaluation["data"]
+        parts.append(element("p", f"Evaluated on {evaluation['tokens']} tokens of {data}.", class_="dim"))
     if found.figures:
         graded = [
             (name, value, element("b", grade, class_=grade), limits)
