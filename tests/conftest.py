@@ -50,6 +50,7 @@ class Failures:
             why = crash.message.splitlines()[0] if crash is not None and crash.message else report.when
             terminal.ensure_newline()
             terminal.write_line(f"failed: {report.nodeid}: {why}"[:400])
+            terminal.flush()
 
 
 def pytest_configure(config: pytest.Config) -> None:
