@@ -38,7 +38,7 @@ compat: .venv/installed  ## the tests over the version ranges, printed in docs/r
 	$(BIN)/python tools/compat.py $(ROWS)
 
 ONLY ?=
-architectures: .venv/installed  ## every architecture of transformers, small, through quantize, verify, load and save; ONLY="llama t5" for some
+architectures: .venv/installed  ## small models of transformers' architectures through quantize, verify, load and save; ONLY="llama t5" for some
 	$(BIN)/python tools/architectures.py $(ONLY)
 
 SECONDS ?= 600

@@ -1,4 +1,4 @@
-"""make architectures: every architecture of transformers, small and random, on the way that a user's model goes.
+"""make architectures: small random models of transformers' architectures, on the way that a user's model goes.
 
 Each model is built with small sizes, saved, quantized (`--scheme w8a8`), verified against the original, loaded with
 `baracuda.load`, compared with the original, run, saved again, and loaded again. A model works, or is refused with the
