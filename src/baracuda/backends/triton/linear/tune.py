@@ -145,9 +145,9 @@ def _few(m: int, n: int, k: int, processors: int) -> Few:
         return Few(32, 64, 256, 4, 2, 4 if m <= 8 else 2, wgmma=True)
     if m <= 32:
         return Few(64, 64, 256, 3, 2, 2, wgmma=True)
-    if n <= 64 * processors:
+    if 2 * n <= 64 * processors:
         return Few(128, 64, 256, 4, 1, 2, wgmma=True)
-    return Few(64, 64, 128, 6, 2, 1, wgmma=True)
+    return Few(64, 64, 256, 6, 1, 1, wgmma=True) if n <= 64 * processors else Few(64, 64, 128, 6, 2, 1, wgmma=True)
 
 
 def _few_packed(m: int, n: int, k: int, processors: int) -> Few | None:
