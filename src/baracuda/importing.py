@@ -1,7 +1,7 @@
 """What baracuda adds to transformers and PEFT, from the moment that a program has imported both; neither waits for it.
 
 `from_pretrained` then computes a checkpoint of ours in integers, `save_pretrained` writes integer linears as what they
-are, and LoRA adapters go on them.
+are, `generate` on a GPU does not wait for each token, and LoRA adapters go on them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 #: the additions.
 WATCHED = {
     "transformers.modeling_utils": ("PreTrainedModel", "flow.hf.takeover"),
+    "transformers.generation.utils": ("GenerationMixin", "flow.hf.decoding"),
     "peft.tuners.lora.model": ("LoraModel", "flow.hf.lora"),
 }
 

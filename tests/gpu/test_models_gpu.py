@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,10 +13,10 @@ import torch
 from torch._dynamo.utils import counters
 
 import baracuda
-from baracuda.flow.hf.measure import step_seconds
+from baracuda.flow.hf.measure import forget_compiled, step_seconds
 from baracuda.nn.siblings import siblings_of
 
-pytest.importorskip("transformers")
+utils = pytest.importorskip("transformers.generation.utils")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -89,3 +90,53 @@ def test_stacked_weights_are_static_inputs_of_the_graph() -> None:
     wholes = [siblings.members()[0]._member.whole for m in model.modules() for siblings in siblings_of(m)]  # type: ignore[union-attr]
     tensors = [t for whole in wholes if whole is not None for t in whole.buffers()]
     assert len(tensors) == 8 and all(getattr(t, "_dynamo_static_input_type", None) for t in tensors)
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="transformers before 5.17 checks in time")
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_late_check_gives_the_tokens_of_one_in_time(batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = quantized("w8a8")
+    ids = models.prompt()[:batch, :7].cuda()
+    made = []
+    check = utils.DeferredStopCheck.__init__
+    monkeypatch.setattr(utils.DeferredStopCheck, "__init__", lambda *a, **k: (made.append(a), check(*a, **k))[1])
+
+    def generated(**options: Any) -> torch.Tensor:
+        given = {
+            "max_new_tokens": 12,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "cache_implementation": "static",
+            **options,
+        }
+        tokens: torch.Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **given)
+        return tokens
+
+    free = generated()
+    assert len(made) == 1
+    for end in (0, 5, 11):
+        eos = {"eos_token_id": sorted({int(row[7 + end]) for row in free})}
+        late = generated(**eos)
+        with monkeypatch.context() as patch:
+            patch.setenv("BARACUDA_TRANSFORMERS", "0")
+            count = len(made)
+            assert torch.equal(late, generated(**eos)) and len(made) == count
+    forget_compiled(model)
+
+
+@pytest.mark.skipif(not hasattr(utils, "DeferredStopCheck"), reason="transformers before 5.17 checks in time")
+def test_the_host_does_not_wait_for_a_token() -> None:
+    model = quantized("w8a8")
+    ids = models.prompt()[:1, :7].cuda()
+    step_seconds(model, ids, 8, compiled=True)
+    waits = []
+    for tokens in (8, 24):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step_seconds(model, ids, tokens, compiled=True)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchroniz" in str(w.message) for w in caught))
+    assert waits[0] == waits[1], waits

@@ -2,8 +2,8 @@
 
 Its attention by torch's asks whether a module is marked for our kernel, as fusing marks it.
 
-BARACUDA_TRANSFORMERS=0 leaves reading to transformers. Saving is never left: without a description in config.json
-integer linears would be read back as something else.
+BARACUDA_TRANSFORMERS=0 leaves reading and decoding to transformers. Saving is never left: without a description in
+config.json integer linears would be read back as something else.
 """
 
 from __future__ import annotations

@@ -1,0 +1,87 @@
+"""Compiled decoding on a GPU: the host looks a step late whether a text has ended, and waits for no token.
+
+`generate` asks the device after each token, and prepares the next step only when it has the answer. To prepare it, to
+check compiled code and to send its graph takes a millisecond or more: half of what a GPU takes for a step of integers.
+transformers can look a step late, which costs one step that it then undoes, but does so on Apple's devices alone. Here
+it does so for models with linears of ours on CUDA devices, where it compiles the step. The tokens are the same; a
+streamer has each a step later. Steps that are not compiled keep the host busy for longer than the device.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import local
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...nn.siblings import Sibling
+from .takeover import VARIABLE
+
+#: Of a float model that is to decode in the same way, to be measured beside a quantized one.
+MARK = "_baracuda_decoding"
+_DEVICES = frozenset({"cuda"})
+#: The device of which transformers' check says whether it may be late, all else being as it is.
+_THEIRS = torch.device("mps")
+
+
+class _Deferring(local):
+    """Whether the thread is in the decoding loop of such a model."""
+
+    on = False
+
+
+_deferring = _Deferring()
+
+
+def install() -> None:
+    """Once. Before 5.17, transformers has no check that may be late, and nothing changes."""
+    from transformers.generation import utils
+
+    check = getattr(utils, "DeferredStopCheck", None)
+    sample = utils.GenerationMixin._sample
+    if check is not None and not hasattr(sample, "theirs"):
+        utils.GenerationMixin._sample = _sampling(sample)
+        check.is_supported = staticmethod(_supporting(check.is_supported))
+
+
+def is_deferred(model: nn.Module) -> bool:
+    """Whether the model has linears of ours, or is marked; and nobody has asked to leave transformers alone."""
+    if os.environ.get(VARIABLE, "1") == "0":
+        return False
+    return bool(model.__dict__.get(MARK)) or any(isinstance(module, Sibling) for module in model.modules())
+
+
+def _sampling(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = kwargs.get("generation_config")
+        # Where several processes step together, all of them must see the end in the same step.
+        late = settings is not None and not kwargs.get("synced_gpus") and is_deferred(self)
+        with _decoding(late and self._valid_auto_compile_criteria(kwargs, settings)):
+            return theirs(self, *args, **kwargs)
+
+    sample.__dict__["theirs"] = theirs
+    return sample
+
+
+def _supporting(theirs: Callable[..., bool]) -> Callable[..., bool]:
+    @functools.wraps(theirs)
+    def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
+        late = _deferring.on and device.type in _DEVICES
+        return theirs(_THEIRS if late else device, *args, **kwargs)
+
+    return is_supported
+
+
+@contextmanager
+def _decoding(deferring: bool) -> Iterator[None]:
+    before, _deferring.on = _deferring.on, deferring
+    try:
+        yield
+    finally:
+        _deferring.on = before
