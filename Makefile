@@ -62,7 +62,7 @@ gpu-bench:
 	$(GPU_PYTHON) -m bench gpu --jobs 8 --json bench/results/gpu.json
 	$(GPU_PYTHON) -m bench gpu --small --jobs 8 --json bench/results/gpu-small.json
 	$(GPU_PYTHON) -m bench linear --json bench/results/linear.json
-	$(GPU_PYTHON) -m bench model --schemes w8a8,w4a8,w4a16 --apart --seconds 500 --json bench/results/model.json
+	$(GPU_PYTHON) -m bench model --schemes w8a8,w4a8,w4a16 --late --apart --seconds 500 --json bench/results/model.json
 
 gpu-sanitize:  ## the GPU kernels under compute-sanitizer, memcheck and racecheck; logs in build/gpu-sanitize
 	$(GPU_PYTHON) -m pip install --quiet --no-index --no-build-isolation --no-deps .

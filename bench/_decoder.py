@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import baracuda
+from baracuda.flow.hf import decoding
 from baracuda.flow.hf.measure import wait
 from baracuda.flow.hf.modules import quantized_linear
 from baracuda.flow.hf.packed import make_ready
@@ -37,6 +38,8 @@ class Shapes:
 LLAMA_8B = Shapes(32, 4096, 14336, 32, 8, 32000)
 #: The types of float decoders, by name.
 FLOATS = {"f32": torch.float32, "bf16": torch.bfloat16}
+#: The bf16 decoder, in the decoding loop that quantized ones have on a GPU: nobody waits for a token.
+LATE = "bf16-late"
 SMOLLM2_135M = Shapes(30, 576, 1536, 9, 3, 49152)
 
 
@@ -70,6 +73,10 @@ class Decoders:
 
     def named(self, name: str, merge: bool = True) -> Any:
         """The float decoder of a type, or the one of a scheme."""
+        if name == LATE:
+            model = self.floats(FLOATS["bf16"])
+            model.__dict__[decoding.MARK] = True
+            return model
         dtype = FLOATS.get(name)
         return self.quantized(name, merge) if dtype is None else self.floats(dtype)
 

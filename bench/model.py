@@ -23,7 +23,7 @@ from baracuda.flow.hf import measure
 
 from . import _busy, _llama_cpp
 from ._apart import Facts, Job, Order, measured
-from ._decoder import LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, compile_anywhere, timed_parts, weight_bytes
+from ._decoder import LATE, LLAMA_8B, SMOLLM2_135M, Decoders, Shapes, compile_anywhere, timed_parts, weight_bytes
 from .common import Bar, arguments, machine, show_bars, table, write_json
 
 PARTS = ("linears", "prefill", "decode", "decode-compiled")
@@ -62,6 +62,8 @@ def options_of(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--around", choices=("bf16", "f32"), default="bf16", help="the floats around quantized linears")
     parser.add_argument("--threads", type=int, default=2, help="on the CPU")
+    late = "also bf16 that decodes as quantized models do on a GPU, without waiting for each token"
+    parser.add_argument("--late", action="store_true", help=late)
     parser.add_argument(
         "--no-merge", action="store_true", help="siblings (q, k, v; gate, up) stay apart, norms unfused"
     )
@@ -85,7 +87,7 @@ class Run:
         self.is_default = self.shapes == default and not options.quick
         self.around = torch.bfloat16 if options.around == "bf16" else torch.float32
         self.decoders = Decoders(self.shapes, options.model, self.device, self.around)
-        self.names = (*(() if self.on_gpu else ("f32",)), "bf16", *self.schemes)
+        self.names = (*(() if self.on_gpu else ("f32",)), "bf16", *((LATE,) if options.late else ()), *self.schemes)
         self.models: dict[str, Any] = {}
         self.facts = Facts()
         self.baseline = "bf16" if self.on_gpu else "f32"

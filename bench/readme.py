@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from . import linear_table
-from ._decoder import LLAMA_8B, SMOLLM2_135M
+from ._decoder import LATE, LLAMA_8B, SMOLLM2_135M
 from .linear_table import markdown
 
 Run = dict[str, Any]
@@ -21,7 +21,7 @@ BEGIN, END = "<!-- from bench/results by python -m bench readme -->", "<!-- end 
 #: Up to this many tokens a linear is bound by reading its weight, as it is when a model generates.
 FEW_TOKENS = 64
 #: The sizes and names of `bench model`.
-ONE, AFTER, FLOATS = "batch 1", "after 512 tokens", ("f32", "bf16")
+ONE, AFTER, FLOATS = "batch 1", "after 512 tokens", ("f32", "bf16", LATE)
 #: How the rows of other programs begin.
 OTHERS = "llama.cpp"
 
@@ -32,6 +32,8 @@ def model_rows(run: Run) -> Iterable[Row]:
     compiled = {row["size"] for row in run["rows"] if row["part"] == "decode-compiled"}
     how, part = ("compiled", "decode-compiled") if ONE in compiled else ("eager", "decode")
     if gains := _gains(run, part, ONE):
+        late = _gains(run, part, ONE, LATE)
+        gains += f"; beside bf16 that does not wait for its tokens either: {late}" if late else ""
         yield f"decode of a whole model, batch 1, {how}", where, "the same model in bf16", gains
     sizes = [row["size"] for row in run["rows"] if row["part"] == "prefill"]
     if sizes and (gains := _gains(run, "prefill", sizes[-1])):
@@ -48,13 +50,13 @@ def model_cpu_rows(run: Run) -> Iterable[Row]:
         yield "a whole model on a CPU, batch 1", f"{device}, {shapes_of(run)}", "the same model in f32", gains
 
 
-def _gains(run: Run, part: str, size: str) -> str:
-    """Each model of ours, and the fastest of other programs, in times as fast as the float model of the run."""
+def _gains(run: Run, part: str, size: str, beside: str | None = None) -> str:
+    """Each model of ours, and the fastest of other programs, in times as fast as one, or the run's float model."""
     rows = {row["model"]: row for row in run["rows"] if (row["part"], row["size"]) == (part, size)}
-    base = next((row["ms"] for row in rows.values() if row["ratio"] == 1), None)
-    if base is None:
+    given = [row["ms"] for name, row in rows.items() if (name == beside if beside else row["ratio"] == 1)]
+    if not given:
         return ""
-    gains = {name: base / row["ms"] for name, row in rows.items() if name not in FLOATS}
+    gains = {name: given[0] / row["ms"] for name, row in rows.items() if name not in FLOATS}
     others = {name: gain for name, gain in gains.items() if name.startswith(OTHERS)}
     best = sorted(others, key=lambda name: -others[name])[:1]
     return ", ".join(f"{name} {gain:.2f}x" for name, gain in gains.items() if name not in others or name in best)

@@ -296,6 +296,7 @@ MAKERS: dict[str, Callable[[], str]] = {
     "one_answer_linear": _or_missing("linear", one_answer),
     "bench_linear_four": _or_missing("linear", four_bit),
     "bench_model": _or_missing("model", model),
+    "bench_model_waiting": _or_missing("model-waiting", model),
     "bench_model_cpu": _or_missing("model-cpu", model),
     "scheme_costs": _or_missing("accuracy", scheme_costs),
     "gains": gains,

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 from baracuda.flow.hf import measure
+from baracuda.flow.hf.decoding import is_deferred
 from bench import _busy, _llama_cpp
 from bench import model as bench_model
 from bench._decoder import LLAMA_8B, Decoders, Shapes, timed_parts, weight_bytes
@@ -78,6 +79,17 @@ def test_parts_without_time_are_named_and_unknown_ones_refused(capsys: pytest.Ca
     assert "want of time or tools: prefill 1 x 16" in said and "decode, batch 1" in said
     with pytest.raises(SystemExit, match="expected some of linears, prefill"):
         bench_model.main(["--only", "prefil"])
+
+
+def test_a_float_decoder_can_decode_as_quantized_ones_do(tmp_path: Path) -> None:
+    arguments = ["--quick", "--device", "cpu", "--only", "prefill", "--schemes", "w8a8", "--late"]
+    bench_model.main([*arguments, "--json", str(tmp_path / "out.json")])
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert [row["model"] for row in found["rows"]] == ["f32", "bf16", "bf16-late", "w8a8"]
+    assert found["memory"]["bf16-late"] == found["memory"]["bf16"]
+    decoders = Decoders(TINY, None, CPU, torch.bfloat16)
+    late = {name: is_deferred(decoders.named(name)) for name in ("bf16", "bf16-late", "w8a8")}
+    assert late == {"bf16": False, "bf16-late": True, "w8a8": True}
 
 
 def test_linears_are_timed_alone_and_beside_processes_that_fill_the_cores(

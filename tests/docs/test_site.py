@@ -188,6 +188,18 @@ def test_a_run_of_a_model_directory_is_told_by_its_name() -> None:
     assert readme.shapes_of(model_run(shapes=Shapes(2, 64, 96, 4, 2, 160))) == "2 layers of 64"
 
 
+def test_a_float_model_that_does_not_wait_either_is_told_beside() -> None:
+    """What quantization alone gives, and what the loop gives."""
+    run = model_run()
+    for part, size, ms in (("decode-compiled", "batch 1", 9.0), ("prefill", "4 x 2048", 48.0)):
+        run["rows"].append({"part": part, "size": size, "model": "bf16-late", "ms": ms, "ratio": 1.33})
+    gains = [row[-1] for row in readme.model_rows(run)]
+    assert gains[0] == (
+        "w8a8 1.50x, w4a8 2.00x; beside bf16 that does not wait for its tokens either: w8a8 1.12x, w4a8 1.50x"
+    )
+    assert gains[1] == "w8a8 1.50x, w4a8 2.00x"
+
+
 def test_runs_of_whole_models_become_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     linear = linear_run()
     linear["rows"][1]["us"] |= {"w4a8": 12.0, "w4a16": 15.0}
