@@ -42,10 +42,11 @@ def install() -> None:
     """Once. Before 5.17, transformers has no check that may be late, and nothing changes."""
     from transformers.generation import utils
 
-    check = getattr(utils, "DeferredStopCheck", None)
-    sample = utils.GenerationMixin._sample
-    if check is not None and not hasattr(sample, "theirs"):
-        utils.GenerationMixin._sample = _sampling(sample)
+    check, mixin = getattr(utils, "DeferredStopCheck", None), utils.GenerationMixin
+    if check is None or not hasattr(mixin, "_valid_auto_compile_criteria"):
+        return
+    if not hasattr(mixin._sample, "theirs"):
+        mixin._sample = _sampling(mixin._sample)
         check.is_supported = staticmethod(_supporting(check.is_supported))
 
 
