@@ -7,6 +7,8 @@ import struct
 import numpy as np
 import ptx
 import pytest
+from ptx.copies import Leaving
+from ptx.memory import Shared
 
 HEAD = """.version 8.7
 .target sm_90a
@@ -178,6 +180,50 @@ FAULTS = [
 def test_what_a_kernel_must_not_do_is_refused_with_its_line(body: str, reason: str) -> None:
     with pytest.raises(ptx.Fault, match=reason):
         run(body + STORE, threads=64)
+
+
+#: Warp 1 waits for what warp 0 writes; %r6 is where a barrier lies, behind the words.
+HANDED_ON = """mov.u32 %r6, global_smem; shr.u32 %r2, %r0, 5; setp.eq.b32 %p1, %r0, 0; setp.eq.b32 %p2, %r2, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r6+512], 1; bar.sync 0; mov.u32 %r1, 7; @%p2 bra $FIRST;
+    waitLoop: mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r6+512], 0; @!%p3 bra.uni waitLoop;
+    shl.b32 %r5, %r0, 2; add.s32 %r5, %r6, %r5; ld.shared.b32 %r1, [%r5+-128]; bra.uni $JOIN;
+    $FIRST: shl.b32 %r5, %r0, 2; add.s32 %r5, %r6, %r5; add.s32 %r3, %r0, 100; st.shared.b32 [%r5], {%r3};
+    bar.sync 1, 32; @@ $JOIN: mov.u32 %r4, 0;"""
+
+
+def test_threads_wait_until_others_have_arrived_at_a_barrier_in_shared_memory() -> None:
+    arrive = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r6+512];"
+    found = run(HANDED_ON.replace("@@", arrive) + STORE, threads=64)
+    assert found.tolist() == [7] * 32 + [100 + lane for lane in range(32)]
+    with pytest.raises(ptx.Fault, match=r"that nothing will complete; program 0, line \d+: mbarrier.try_wait"):
+        run(HANDED_ON.replace("@@", "") + STORE, threads=64)
+
+
+CHOICE = """and.b32 %r2, %r0, @@; $TABLE: .branchtargets $A, $B, $C; brx.idx %r2, $TABLE;
+    $A: mov.u32 %r1, 10; bra.uni $END; $B: mov.u32 %r1, 20; bra.uni $END;
+    $C: mov.u32 %r1, 30; $END: bar.warp.sync -1;"""
+
+
+def test_a_branch_with_many_targets_goes_to_each_threads_own() -> None:
+    assert run(CHOICE.replace("@@", "1") + STORE).tolist() == [10, 20] * 16
+    with pytest.raises(ptx.Fault, match="target 3 of 3"):
+        run(CHOICE.replace("@@", "3") + STORE)
+
+
+def test_bytes_that_a_copy_reads_are_not_written_before_it_was_waited_for() -> None:
+    shared = Shared(64)
+    leaving, index, warp = Leaving(shared), np.arange(16)[:, None], np.zeros(16, int)
+    ones = np.ones((16, 1), np.uint8)
+    shared.write_at(index, ones, warp)
+    leaving.begin(3, index)
+    leaving.commit(3)
+    leaving.commit(3)
+    for thread, pending in ((4, 0), (3, 2)):
+        leaving.wait(thread, pending)
+        with pytest.raises(ptx.Fault, match="byte 0 of shared memory is written before the copy that reads it"):
+            shared.write_at(index, ones, warp)
+    leaving.wait(3, 1)
+    shared.write_at(index, ones, warp)
 
 
 UNKNOWN = ["tanh.approx.f32 %r1, %r2;", "add.sat.s32 %r1, %r2, %r3;", "cvt.rn.satfinite.f16.f32 %rs1, %r1;"]

@@ -9,7 +9,7 @@ import numpy as np
 from .alu import makes
 from .floats import Array
 from .memory import PARAMETERS, Fault, Shared
-from .parse import Address, Instruction, Several, Unknown
+from .parse import Address, Instruction, Number, Several, Unknown
 from .registers import DTYPES, Action, Reader, allowed, put
 from .transfers import address_of
 
@@ -22,6 +22,32 @@ SWIZZLES = {0: 0, 1: 1, 2: 3, 3: 7}
 def swizzled(offsets: Array, bits: int) -> Array:
     """Addresses in shared memory, those of 16 bytes exchanged within every 8 rows of 128."""
     return offsets ^ ((offsets >> 7 & bits) << 4)
+
+
+class Incomplete(Exception):
+    """No thread finds its phase complete: they look again later."""
+
+
+class Leaving:
+    """Copies from shared memory of each thread, whose bytes may be written when it has waited for their group."""
+
+    def __init__(self, shared: Shared) -> None:
+        self.shared = shared
+        self.begun: dict[int, list[Array]] = {}
+        self.groups: dict[int, list[list[Array]]] = {}
+
+    def begin(self, thread: int, index: Array) -> None:
+        self.shared.leave(index)
+        self.begun.setdefault(thread, []).append(index)
+
+    def commit(self, thread: int) -> None:
+        self.groups.setdefault(thread, []).append(self.begun.pop(thread, []))
+
+    def wait(self, thread: int, pending: int) -> None:
+        groups = self.groups.get(thread, [])
+        while len(groups) > pending:
+            for index in groups.pop(0):
+                self.shared.left(index)
 
 
 @dataclass
@@ -106,7 +132,7 @@ def try_wait(instruction: Instruction, reader: Reader) -> Action:
         for at in set(places[done[active]].tolist()):
             program.shared.arrived(at)
         if not done[active].any():
-            raise Fault("threads wait for a phase of a barrier that nothing will complete")
+            raise Incomplete
         write(program, done, mask)
 
     return run
@@ -135,6 +161,8 @@ def elect(instruction: Instruction, reader: Reader) -> Action:
 def copy_box(instruction: Instruction, reader: Reader) -> Action:
     """A box of a matrix to shared memory; what lies outside of the matrix is 0."""
     words = instruction.words
+    if words[4:7] == ["2d", "global", "shared::cta"]:
+        return _copy_back(instruction, reader)
     if words[4:7] not in (["2d", "shared::cta", "global"], ["2d", "shared::cluster", "global"]):
         raise Unknown(instruction.name)
     target, source, barrier = instruction.operands
@@ -158,25 +186,94 @@ def copy_box(instruction: Instruction, reader: Reader) -> Action:
     return run
 
 
+def _copy_back(instruction: Instruction, reader: Reader) -> Action:
+    """A box of shared memory to a matrix; what lies outside of the matrix is left out."""
+    target, source = instruction.operands
+    if not isinstance(target, Address) or len(target.rest) != 1 or not isinstance(target.rest[0], Several):
+        raise Unknown(instruction.text)
+    where, described = address_of(source, reader, 32), reader.get(target.base, DTYPES["u64"])
+    coordinates = [reader.get(part, DTYPES["s32"]) for part in target.rest[0].parts]
+
+    def run(program, mask) -> None:
+        active = program.active(mask)
+        each = (where, described, *coordinates)
+        for thread, place, tensor, column, row in zip(
+            active.tolist(), *(program.spread(x(program))[active].tolist() for x in each), strict=True
+        ):
+            map_ = _Map(program, place, tensor - PARAMETERS)
+            index = map_.places(program)
+            program.leaving.begin(thread, index)
+            box = program.shared.read_together(index).reshape(map_.height, map_.row_bytes)
+            rows, columns = map_.inside(column, row)
+            if rows.any() and columns.any():
+                starts = map_.starts(column, row, rows, columns)
+                program.memory.write_bytes(starts, box[rows][:, np.repeat(columns, map_.size)])
+
+    return run
+
+
+@makes("cp.async.bulk.commit_group")
+def commit_group(instruction: Instruction, reader: Reader) -> Action:
+    def run(program, mask) -> None:
+        for thread in program.active(mask).tolist():
+            program.leaving.commit(thread)
+
+    return run
+
+
+@makes("cp.async.bulk.wait_group")
+def wait_group(instruction: Instruction, reader: Reader) -> Action:
+    allowed(instruction, "async", "bulk", "wait_group", "read")
+    (pending,) = instruction.operands
+    if not isinstance(pending, Number):
+        raise Unknown(instruction.text)
+    most = pending.value
+    return lambda program, mask: (
+        [program.leaving.wait(thread, most) for thread in program.active(mask).tolist()] and None
+    )
+
+
+class _Map:
+    """A tensor map, and the box of it that lies at a place in shared memory."""
+
+    def __init__(self, program, place: int, parameter: int) -> None:
+        fields = program.parameters[parameter : parameter + 128].view(np.uint64)[1:10].tolist()
+        kind, rank, self.address, self.columns, self.rows, self.pitch, width, self.height, swizzle = fields
+        if rank != 2 or place % 128:
+            raise Fault(
+                f"expected a matrix and a place in shared memory that is a multiple of 128, got {rank=} {place=}"
+            )
+        self.size, self.place, self.width, self.bits = _ELEMENTS[kind], place, width, SWIZZLES[swizzle]
+        self.row_bytes = width * self.size
+
+    def inside(self, column: int, row: int) -> tuple[Array, Array]:
+        """Which rows and which columns of the box are in the matrix."""
+        there = (row + np.arange(self.height), self.rows), (column + np.arange(self.width), self.columns)
+        first, second = ((index >= 0) & (index < most) for index, most in there)
+        return first, second
+
+    def starts(self, column: int, row: int, rows: Array, columns: Array) -> Array:
+        """Where those rows begin in memory."""
+        first = (column + int(np.flatnonzero(columns)[0])) * self.size
+        return (self.address + (row + np.flatnonzero(rows)) * self.pitch + first).astype(np.uint64)
+
+    def places(self, program) -> Array:
+        """Where its bytes lie in shared memory: [byte, 1]."""
+        offsets = swizzled(self.place + np.arange(self.height * self.row_bytes), self.bits).astype(np.uint64)
+        return program.shared.places(offsets, 1)
+
+
 def _copy(program, place: int, barrier: int, parameter: int, column: int, row: int) -> int:
     """The bytes that were copied."""
-    fields = program.parameters[parameter : parameter + 128].view(np.uint64)[1:10].tolist()
-    kind, rank, address, columns, rows, pitch, width, height, swizzle = fields
-    if rank != 2 or place % 128:
-        raise Fault(f"expected a matrix and a place in shared memory that is a multiple of 128, got {rank=} {place=}")
-    size = _ELEMENTS[kind]
-    box = np.zeros((height, width * size), np.uint8)
-    there = np.arange(row, row + height), np.arange(column, column + width)
-    inside = [(index >= 0) & (index < most) for index, most in zip(there, (rows, columns), strict=True)]
-    if inside[0].any() and inside[1].any():
-        first = there[1][inside[1]][0] * size
-        starts = address + there[0][inside[0]] * pitch + first
-        count = int(inside[1].sum()) * size
-        data = program.memory.read_bytes(starts.astype(np.uint64), count)
-        at = int(np.flatnonzero(inside[1])[0]) * size
-        box[inside[0], at : at + count] = data
-    offsets = swizzled(place + np.arange(box.size), SWIZZLES[swizzle]).astype(np.uint64)
-    index = program.shared.places(offsets, 1)
+    map_ = _Map(program, place, parameter)
+    box = np.zeros((map_.height, map_.row_bytes), np.uint8)
+    rows, columns = map_.inside(column, row)
+    if rows.any() and columns.any():
+        starts = map_.starts(column, row, rows, columns)
+        data = program.memory.read_bytes(starts, int(columns.sum()) * map_.size)
+        at = int(np.flatnonzero(columns)[0]) * map_.size
+        box[rows, at : at + data.shape[1]] = data
+    index = map_.places(program)
     program.shared.write_at(index, box.reshape(-1, 1), np.full(box.size, Shared.COPY))
     program.shared.expect(barrier, index)
     return box.size

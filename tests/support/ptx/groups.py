@@ -72,6 +72,6 @@ def multiply(instruction: Instruction, reader: Reader) -> Action:
     return run
 
 
-@makes("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
+@makes("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "setmaxnreg")
 def nothing(instruction: Instruction, reader: Reader) -> Action:
     return lambda program, mask: None

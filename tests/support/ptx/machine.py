@@ -1,6 +1,7 @@
 """Runs a kernel: its programs one after the other, the threads of each in step.
 
 Threads that part at a branch run apart, those that are furthest behind first, and together again where they meet.
+Those that wait for a barrier in shared memory go on when some barrier has completed a phase.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .alu import MAKERS
 from .floats import Array
 from .memory import PARAMETERS, Fault, Global, Shared
 from .parse import Instruction, Kernel, Name, Number, Register, Unknown, parse
-from .registers import UNSIGNED, Action, Mask, Reader
+from .registers import DTYPES, UNSIGNED, Action, Mask, Reader
 
 #: Where a tensor map has the matrix's address: as `fake_cuda.cpp` writes it, since the driver's own form is secret.
 _MATRIX = slice(24, 32)
@@ -46,7 +47,7 @@ class Compiled:
 
 
 def _moves(instruction: Instruction) -> bool:
-    return instruction.words[0] in ("bra", "ret", "exit") or instruction.name in ("bar.sync", "barrier.sync")
+    return instruction.words[0] in ("bra", "brx", "ret", "exit") or instruction.name in ("bar.sync", "barrier.sync")
 
 
 @lru_cache(maxsize=32)
@@ -64,6 +65,9 @@ class Program:
         self.memory, self.parameters, self.shared = memory, parameters, Shared(shared)
         self.warps = np.arange(threads) // 32
         self.barriers: dict[int, copies.Barrier] = {}
+        self.leaving = copies.Leaving(self.shared)
+        #: Phases that barriers in shared memory had completed when those that wait for one last looked.
+        self.phases = -1
         garbage = {bits: np.full(dtype.itemsize, GARBAGE, np.uint8).view(dtype) for bits, dtype in UNSIGNED.items()}
         garbage[1] = np.zeros(1, bool)
         self.registers: list[Array] = [garbage[bits] for bits in code.kernel.bits]
@@ -108,11 +112,26 @@ class Program:
         self.groups: dict[int, Array] = {0: self.live.copy()}
         #: Of each barrier, how many threads it is for (None: all), and those that wait with the place where they go on.
         self.parked: dict[int, tuple[int | None, list[tuple[int, Array]]]] = {}
-        while self.groups:
+        #: Threads that wait for a phase of a barrier in shared memory, by the place where they do.
+        self.blocked: dict[int, Array] = {}
+        while self.groups or self.blocked:
+            if not self.groups:
+                self._unblock()
             at = min(self.groups)
             self._advance(at, self.groups.pop(at))
         if self.parked:
             raise Fault(f"threads wait at barrier {min(self.parked)} for others that do not come")
+
+    def _unblock(self) -> None:
+        """All look again, if anything has happened since they looked."""
+        phases = sum(barrier.phase for barrier in self.barriers.values())
+        if phases == self.phases:
+            instruction = self.code.kernel.code[min(self.blocked)]
+            raise Fault(
+                f"threads wait for a phase of a barrier that nothing will complete; program {self.index}, "
+                f"line {instruction.line}: {instruction.text}"
+            )
+        self.phases, self.groups, self.blocked = phases, self.blocked, {}
 
     def _join(self, at: int, mask: Array) -> None:
         self.groups[at] = self.groups[at] | mask if at in self.groups else mask
@@ -135,6 +154,9 @@ class Program:
                     at += 1
                     continue
                 following = self._move(at, instruction, mask, taking)
+            except copies.Incomplete:
+                self.blocked[at] = self.blocked[at] | mask if at in self.blocked else mask
+                return
             except Fault as fault:
                 raise Fault(f"{fault}; program {self.index}, line {instruction.line}: {instruction.text}") from fault
             if following is None:
@@ -166,6 +188,9 @@ class Program:
             self._join(there, taken)
             self._join(at + 1, rest)
             return None
+        if name == "brx":
+            self._choose(at, instruction, mask, taken)
+            return None
         if name in ("ret", "exit"):
             self.live &= ~taken
             if (rest := mask & ~taken).any():
@@ -176,6 +201,19 @@ class Program:
         if (taken != mask).any():
             raise Fault("a barrier under a predicate that not all threads share")
         return self._wait(at, instruction, mask)
+
+    def _choose(self, at: int, instruction: Instruction, mask: Array, taken: Array) -> None:
+        """Each thread goes to the target of its own number."""
+        number, table = instruction.operands
+        assert isinstance(table, Name)
+        targets = self.code.kernel.targets[table.text]
+        chosen = self.spread(self.code.reader.get(number, DTYPES["u32"])(self))
+        for i in np.unique(chosen[taken]):
+            if i >= len(targets):
+                raise Fault(f"target {int(i)} of {len(targets)}")
+            self._join(self.code.kernel.labels[targets[i]], taken & (chosen == i))
+        if (rest := mask & ~taken).any():
+            self._join(at + 1, rest)
 
     def _wait(self, at: int, instruction: Instruction, mask: Array) -> int | None:
         barrier, *counts = instruction.operands

@@ -86,6 +86,12 @@ class Global:
         ((_, data, offsets),) = self._places(addresses, size)
         return bytes_at(data, offsets, size)
 
+    def write_bytes(self, addresses: Array, values: Array) -> None:
+        """What a copy writes: any number of bytes, at multiples of 16."""
+        require_aligned(addresses, 16)
+        ((_, data, offsets),) = self._places(addresses, values.shape[1])
+        data[offsets[:, None] + np.arange(values.shape[1])] = values
+
     def write(self, addresses: Array, values: Array) -> None:
         size = values.shape[1]
         require_aligned(addresses, size)
@@ -113,6 +119,8 @@ class Shared:
         #: Bytes on their way, and those of each barrier that will say that they have come.
         self.coming = np.zeros(size, bool)
         self.expected: dict[int, list[Array]] = {}
+        #: Bytes that a copy may still read.
+        self.going = np.zeros(size, bool)
 
     def barrier(self) -> None:
         self.period += 1
@@ -126,6 +134,13 @@ class Shared:
     def arrived(self, barrier: int) -> None:
         for index in self.expected.pop(barrier, []):
             self.coming[index] = False
+
+    def leave(self, index: Array) -> None:
+        """A copy reads these bytes until it was waited for."""
+        self.going[index] = True
+
+    def left(self, index: Array) -> None:
+        self.going[index] = False
 
     def read_together(self, index: Array) -> Array:
         """By all warps of a group."""
@@ -166,6 +181,9 @@ class Shared:
         warp = np.broadcast_to(warps[:, None], index.shape)
         self._refuse((self.written_in[index] == self.period) & (self.writer[index] != warp), index, "writes", "written")
         self._refuse((self.read_in[index] == self.period) & (self.reader[index] != warp), index, "writes", "read")
+        if self.going[index].any():
+            at = index[self.going[index]].min()
+            raise Fault(f"byte {at} of shared memory is written before the copy that reads it was waited for")
         self.data[index] = values
         if (self.data[index] != values).any():
             raise Fault("two threads write different values to the same place in shared memory")

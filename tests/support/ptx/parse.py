@@ -81,6 +81,8 @@ class Kernel:
     bits: list[int] = field(default_factory=list)
     code: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
+    #: Labels to choose from by their number, of a branch with many targets.
+    targets: dict[str, list[str]] = field(default_factory=dict)
 
 
 _ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)\{")
@@ -88,6 +90,7 @@ _PARAMETER = re.compile(r"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+)(?:\s+\.ptr[^,]*
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]*);")
 _BLANK = re.compile(r"\s*")
 _LABEL = re.compile(r"([$\w]+)\s*:(?!:)")
+_TARGETS = re.compile(r"([$\w]+)\s*:\s*\.branchtargets\s+([^;]*);")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*([^;]*);")
 _SKIPPED = re.compile(r"\.(loc|file)\b[^\n]*|\.pragma[^;]*;")
 _FLOAT = re.compile(r"0([fFdD])([0-9a-fA-F]+)$")
@@ -132,6 +135,10 @@ class _Body:
             elif registers := _REGISTERS.match(self.text, self.at):
                 self.at = registers.end()
                 self._declare(registers.group(1), registers.group(2))
+            elif targets := _TARGETS.match(self.text, self.at):
+                self.at = targets.end()
+                names = [self._label(name.strip()) for name in targets.group(2).split(",")]
+                self.kernel.targets[self._label(targets.group(1))] = names
             elif label := _LABEL.match(self.text, self.at):
                 self.at = label.end()
                 self.kernel.labels[self._label(label.group(1))] = len(self.kernel.code)
