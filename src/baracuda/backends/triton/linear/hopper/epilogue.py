@@ -63,6 +63,11 @@ def read_scales(row, column, M, N, terms, given, KINDS: gl.constexpr):
 
     `given` are the scales that the kernel holds, one for each row, or None.
     """
+    return read_token_scale(row, M, terms, given, KINDS), read_weight_scale(column, N, terms, KINDS)
+
+
+@gluon.jit
+def read_token_scale(row, M, terms, given, KINDS: gl.constexpr):
     scale = terms.scale
     if KINDS.scale == "vector":
         scale = by_token(to_float(gl.load(terms.scale_ptr + row, row < M, other=0), False), KINDS)
@@ -70,10 +75,15 @@ def read_scales(row, column, M, N, terms, given, KINDS: gl.constexpr):
         scale = to_float(gl.load(terms.scale_ptr), False)
     elif KINDS.scale == "given":
         scale = by_token(given, KINDS)
+    return scale
+
+
+@gluon.jit
+def read_weight_scale(column, N, terms, KINDS: gl.constexpr):
     weight_scale = terms.weight_scale
     if KINDS.weight_scale == "vector":
         weight_scale = by_column(to_float(gl.load(terms.weight_scale_ptr + column, column < N, other=0), False), KINDS)
-    return scale, weight_scale
+    return weight_scale
 
 
 @gluon.jit

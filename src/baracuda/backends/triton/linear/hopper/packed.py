@@ -7,6 +7,7 @@ tile is out.T: the weight is the left operand. The constant TILE is the `tune.Pa
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ...numerics.decode import decode, decode_grouped, factor_in, factor_offset, without_16
 from ..tune import PART_OF_K
-from .epilogue import completed, read_scales, scaled, store_sums
+from .epilogue import completed, read_token_scale, read_weight_scale, scaled, store_sums
 from .few import let_next_kernel_start, wait_for_previous_kernel
 from .floats import decode_to_floats
 from .rings import PackedWork, Rings, at_step, ring_of, spread, step_on, unit_at
@@ -166,8 +167,19 @@ def store_part(acc, part, row, column, work, partial_ptr, TIMES_16: gl.constexpr
 
 
 @gluon.jit
+def rows_of(acc, i, row):
+    """The tokens of the i-th piece of a tile."""
+    return row + i * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+
+
+@gluon.jit
+def columns_of(acc, column):
+    return column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+
+
+@gluon.jit
 def store_piece(
-    acc, i, row, column, work, kept_ptr, terms, c_desc, c_bufs, KEPT: gl.constexpr, TIMES_16: gl.constexpr,
+    acc, i, row, column, work, kept_ptr, scales, terms, c_desc, c_bufs, KEPT: gl.constexpr, TIMES_16: gl.constexpr,
     KINDS: gl.constexpr,
 ):  # fmt: skip
     """Scale the i-th piece of a tile and store it through shared memory, once the copy that last left that buffer is
@@ -175,35 +187,42 @@ def store_piece(
     if KEPT:
         acc = gl.load(kept_ptr + place_in(acc, i)) + acc
     BUFFERS: gl.constexpr = c_bufs.shape[0]
-    LAYOUT: gl.constexpr = acc.type.layout
-    row += i * acc.shape[1]
-    rows = row + gl.arange(0, acc.shape[1], gl.SliceLayout(0, LAYOUT))
-    columns = column + gl.arange(0, acc.shape[0], gl.SliceLayout(1, LAYOUT))
+    rows = rows_of(acc, i, row)
+    columns = columns_of(acc, column)
     if TIMES_16:
         acc = without_16(acc)
-    scales = read_scales(rows, columns, work.M, work.N, terms, None, KINDS)
     y = scaled(acc, rows, columns, work.M, work.N, scales, terms, KINDS)
     out = completed(y, rows, columns, work.M, work.N, terms, KINDS, c_desc.dtype)
     tma.store_wait(pendings=BUFFERS - 1)
     buffer = c_bufs.index(i % BUFFERS)
     buffer.permute((1, 0)).store(out)
     fence_async_shared()
-    async_store(c_desc, [row, column], buffer)
+    async_store(c_desc, [row + i * acc.shape[1], column], buffer)
+
+
+@triton.constexpr_function
+def sums_layout(tokens: int, warps: int, k: int) -> gl.NVMMADistributedLayout:
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, min(tokens, 128), k])
 
 
 @gluon.jit
-def products(rings, done, count, WHICH: gl.constexpr, TILE: gl.constexpr):
-    """The sums of `count` steps, in the order of K, for this warpgroup's share of a tile's rows."""
-    STAGES: gl.constexpr = rings.w.stages.shape[0]
-    X_STAGES: gl.constexpr = rings.x.stages.shape[0]
+def no_sums(rings, TILE: gl.constexpr):
+    """Zeros for this warpgroup's share of a tile's rows."""
     BM: gl.constexpr = rings.x.stages.shape[1]
     SHARE: gl.constexpr = rings.w.stages.shape[1] // TILE.consumers
     INTEGERS: gl.constexpr = rings.x.stages.dtype == gl.int8
     SUM: gl.constexpr = gl.int32 if INTEGERS else gl.float32
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, min(BM, 128), 32 if INTEGERS else 16]
-    )
-    acc = warpgroup_mma_init(gl.zeros((SHARE, BM), SUM, LAYOUT))
+    return gl.zeros((SHARE, BM), SUM, sums_layout(BM, gl.num_warps(), 32 if INTEGERS else 16))
+
+
+@gluon.jit
+def products(rings, done, count, WHICH: gl.constexpr, TILE: gl.constexpr):
+    """The sums of `count` steps, in the order of K, for this warpgroup's share of a tile's rows; the last product is
+    still in flight."""
+    STAGES: gl.constexpr = rings.w.stages.shape[0]
+    X_STAGES: gl.constexpr = rings.x.stages.shape[0]
+    SHARE: gl.constexpr = rings.w.stages.shape[1] // TILE.consumers
+    acc = warpgroup_mma_init(no_sums(rings, TILE))
     for k in range(count):
         stage, phase = at_step(done + k, STAGES)
         x_stage, x_phase = at_step(done + k, X_STAGES)
@@ -215,9 +234,17 @@ def products(rings, done, count, WHICH: gl.constexpr, TILE: gl.constexpr):
         acc = warpgroup_mma_init(warpgroup_mma_wait(num_outstanding=1, deps=(acc,)))
         mbarrier.arrive(rings.w.empty.index((done + k + STAGES - 1) % STAGES), count=1, pred=k > 0)
         mbarrier.arrive(rings.x.empty.index((done + k + X_STAGES - 1) % X_STAGES), count=1, pred=k > 0)
+    return acc
+
+
+@gluon.jit
+def settled(acc, rings, done):
+    """The sums when their last product, of the step before `done`, is there."""
+    STAGES: gl.constexpr = rings.w.stages.shape[0]
+    X_STAGES: gl.constexpr = rings.x.stages.shape[0]
     total = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(rings.w.empty.index((done + count + STAGES - 1) % STAGES), count=1)
-    mbarrier.arrive(rings.x.empty.index((done + count + X_STAGES - 1) % X_STAGES), count=1)
+    mbarrier.arrive(rings.w.empty.index((done + STAGES - 1) % STAGES), count=1)
+    mbarrier.arrive(rings.x.empty.index((done + X_STAGES - 1) % X_STAGES), count=1)
     return total
 
 
@@ -247,19 +274,28 @@ def consume(
             # A number that the compiler does not know: it would unroll one turn, whose products then spill registers.
             for earlier in range(gl.cdiv(work.steps, work.part_steps) - 1):
                 total = products(rings, done, work.part_steps, WHICH, TILE)
-                keep(total, earlier, kept_ptr, PIECE)
                 done += work.part_steps
                 count -= work.part_steps
+                keep(settled(total, rings, done), earlier, kept_ptr, PIECE)
         total = products(rings, done, count, WHICH, TILE)
         done += count
-        pieces = pieces_of(total, PIECE)
-        for i in gl.static_range(BM // PIECE):
-            if TILE.apart:
+        # What a piece needs is read before it is its turn: no load is moved over the copy of the piece before.
+        like = pieces_of(no_sums(rings, TILE), PIECE)[0]
+        scale = read_token_scale(rows_of(like, 0, m * BM), work.M, terms, None, KINDS)
+        weight_scale = read_weight_scale(columns_of(like, column), work.N, terms, KINDS)
+        pieces = pieces_of(settled(total, rings, done), PIECE)
+        if TILE.apart:
+            for i in gl.static_range(BM // PIECE):
                 store_part(pieces[i], part, m * BM + i * PIECE, column, work, partial_ptr, TIMES_16)
-            else:
+        else:
+            for i in gl.static_range(BM // PIECE):
+                scales = (scale, weight_scale)
+                if i + 1 < BM // PIECE:
+                    scale = read_token_scale(rows_of(pieces[i + 1], i + 1, m * BM), work.M, terms, None, KINDS)
                 store_piece(
-                    pieces[i], i, m * BM, column, work, kept_ptr, terms, c_desc, c_bufs, IN_TURN, TIMES_16, KINDS
-                )
+                    pieces[i], i, m * BM, column, work, kept_ptr, scales, terms, c_desc, c_bufs, IN_TURN, TIMES_16,
+                    KINDS,
+                )  # fmt: skip
     tma.store_wait(pendings=0)
 
 
