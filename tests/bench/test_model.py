@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("transformers")
 
 from baracuda.flow.hf import measure
-from baracuda.flow.hf.decoding import is_deferred
+from baracuda.flow.hf.decoding import looks_late
 from bench import _busy, _llama_cpp
 from bench import model as bench_model
 from bench._decoder import LLAMA_8B, Decoders, Shapes, timed_parts, weight_bytes
@@ -88,7 +88,7 @@ def test_a_float_decoder_can_decode_as_quantized_ones_do(tmp_path: Path) -> None
     assert [row["model"] for row in found["rows"]] == ["f32", "bf16", "bf16-late", "w8a8"]
     assert found["memory"]["bf16-late"] == found["memory"]["bf16"]
     decoders = Decoders(TINY, None, CPU, torch.bfloat16)
-    late = {name: is_deferred(decoders.named(name)) for name in ("bf16", "bf16-late", "w8a8")}
+    late = {name: looks_late(decoders.named(name)) for name in ("bf16", "bf16-late", "w8a8")}
     assert late == {"bf16": False, "bf16-late": True, "w8a8": True}
 
 

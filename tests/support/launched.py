@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,10 @@ import numpy as np
 import ptx
 import pytest
 import torch
-from fake_cuda import Fake
+from fake_cuda import Fake, build
 from torch import Tensor
 
-from baracuda import BackendKind, PlanPreference
+from baracuda import BackendKind, ElementKind, PlanPreference, QuantizeKind
 from baracuda.core.optable import OPS
 from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
@@ -68,6 +69,15 @@ class Launched:
         monkeypatch.setattr(torch.version, "cuda", "13.0")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: divmod(arch, 10))
 
+    @classmethod
+    def afresh(
+        cls, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory, processors: int = 132
+    ) -> Launched:
+        """With a driver that has seen nothing: what a test takes as its fixture."""
+        fake = build(tmp_path_factory)
+        fake.set(0, 0, 0)
+        return cls(fake, monkeypatch, processors)
+
     @property
     def ptx(self) -> list[str]:
         return [compiled.asm["ptx"] for compiled in self.compiled]
@@ -115,6 +125,14 @@ class Launched:
             ptx.run(self.ptx[at], launch.programs, launch.threads, launch.shared, parameters, buffers)
             names.append(self.compiled[at].name)
         return names
+
+
+def linear(
+    op: QuantizeKind, m: int, n: int, k: int, weight: str = "s4", group: int = 0, element: str = "bf16"
+) -> Problem:
+    """A linear of activations of the type `element`, that quantizes them to all of s8 if it does."""
+    p = Problem(op, (m, n, k), ElementKind.of(element), ElementKind.S8, -128, 127, weight=ElementKind.of(weight))
+    return replace(p, weight_group=group)
 
 
 def interpreted(launched: Launched, p: Problem, values: tuple[Any, ...]) -> list[str]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import build
-from launched import Launched, assert_reference_bits
+from launched import Launched, assert_reference_bits, linear
 
 from baracuda import Activation, ElementKind, PerToken, QuantizeKind
 from baracuda.backends.triton.linear import tune
@@ -28,14 +27,11 @@ GIVEN, MADE = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LINEAR
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
-    return Launched(fake, monkeypatch, PROCESSORS)
+    return Launched.afresh(monkeypatch, tmp_path_factory, PROCESSORS)
 
 
 def problem(m: int, n: int, k: int, group: int, op: QuantizeKind = GIVEN, element: str = "bf16") -> Problem:
-    p = Problem(op, (m, n, k), ElementKind.of(element), ElementKind.S8, -128, 127, weight=ElementKind.S4)
-    return replace(p, weight_group=group)
+    return linear(op, m, n, k, "s4", group, element)
 
 
 #: K, group: warps without work, chunks that come one, two and four to a warp's factor, an odd number of chunks, and

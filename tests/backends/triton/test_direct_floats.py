@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import build
-from launched import Launched, interpreted
+from launched import Launched, interpreted, linear
 from ptx import machine
 from ptxas import assembled
 from torch import Tensor
 
-from baracuda import Activation, ElementKind, QuantizeKind
+from baracuda import Activation, QuantizeKind
 from baracuda.backends.triton.linear import support, tune, tune_floats
 from baracuda.core.problem import Problem
 
@@ -29,17 +28,11 @@ PROCESSORS = 2
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
-    return Launched(fake, monkeypatch, PROCESSORS)
+    return Launched.afresh(monkeypatch, tmp_path_factory, PROCESSORS)
 
 
 def problem(m: int, n: int, k: int, group: int, weight: str = "s4", element: str = "bf16") -> Problem:
-    p = Problem(
-        QuantizeKind.WEIGHT_ONLY_LINEAR, (m, n, k), ElementKind.of(element), ElementKind.S8, -128, 127,
-        weight=ElementKind.of(weight),
-    )  # fmt: skip
-    return replace(p, weight_group=group)
+    return linear(QuantizeKind.WEIGHT_ONLY_LINEAR, m, n, k, weight, group, element)
 
 
 def operands_of(p: Problem, zero_points: bool = False, wide: bool = False, ends: bool = False) -> list[Any]:

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda import build
-from launched import CPU, Launched, assert_reference_bits, interpreted
+from launched import CPU, Launched, assert_reference_bits, interpreted, linear
 
-from baracuda import BackendKind, ElementKind, PlanPreference, QuantizeKind
+from baracuda import BackendKind, PlanPreference, QuantizeKind
 from baracuda.backends.triton.linear import tune
 from baracuda.core.optable import OPS
 from baracuda.core.packing import unpack_int4
-from baracuda.core.problem import Problem
 from baracuda.plans.plan import SelectedPlan
 from cases import Case, operands
 
@@ -27,15 +24,8 @@ GIVEN, MADE, FLOAT = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LIN
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
     monkeypatch.setattr(tune, "direct", lambda *_: None)  # which has tests of its own
-    return Launched(fake, monkeypatch, processors=1)
-
-
-def problem(op: QuantizeKind, m: int, n: int, k: int, weight: str, group: int = 0) -> Problem:
-    p = Problem(op, (m, n, k), ElementKind.BF16, ElementKind.S8, -128, 127, weight=ElementKind.of(weight))
-    return replace(p, weight_group=group)
+    return Launched.afresh(monkeypatch, tmp_path_factory, 1)
 
 
 #: M, N, K, weight, group: products of warps and of warp groups, K within a step, in steps and folded.
@@ -58,7 +48,7 @@ FEW = [
 def test_the_linear_for_few_tokens_has_the_bits_of_the_reference(
     launched: Launched, op: QuantizeKind, m: int, n: int, k: int, weight: str, group: int
 ) -> None:
-    names = assert_reference_bits(launched, problem(op, m, n, k, weight, group))
+    names = assert_reference_bits(launched, linear(op, m, n, k, weight, group))
     assert names[-1] == "gemm_few"
 
 
@@ -70,7 +60,7 @@ def test_parts_of_k_add_up_to_the_bits_of_the_reference(
     """The last part is shorter, and ends within a step."""
     tile = tune.Few(16 * fold, 64, 64, 3, 2, fold, split=3)
     monkeypatch.setattr(tune, "few", lambda *_: tile)
-    names = assert_reference_bits(launched, problem(op, 13, 72, k, "s4", group))
+    names = assert_reference_bits(launched, linear(op, 13, 72, k, "s4", group))
     assert names[-2:] == ["gemm_few", "sum_parts"]
 
 
@@ -84,7 +74,7 @@ def test_the_weight_only_linear_for_few_tokens_is_within_its_stated_distance(
 
     if kernel == "gemm_few_floats":
         monkeypatch.setattr(support, "direct_floats", lambda *_: None)
-    p = problem(FLOAT, m, n, k, "s4", group)
+    p = linear(FLOAT, m, n, k, "s4", group)
     values, exact = (operands(Case(p, scale="input_type")) for _ in range(2))
     names = interpreted(launched, p, values)
     assert names[0] == kernel

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import build
 from launched import Launched
 
 from baracuda import Activation, DynamicRangeMode, ElementKind, PerChannel, PerTensor, PerToken, QuantizeKind, Scope
@@ -27,9 +26,7 @@ GPU = torch.device("cuda", 0)
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
-    return Launched(fake, monkeypatch)
+    return Launched.afresh(monkeypatch, tmp_path_factory)
 
 
 def tensors(p: Problem, **given: Any) -> tuple[Any, ...]:

@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fake_cuda import build
-from launched import Launched, assert_reference_bits, interpreted
+from launched import Launched, assert_reference_bits, interpreted, linear
 from torch import Tensor
 
 from baracuda import Activation, ElementKind, QuantizeKind
 from baracuda.backends.triton.linear import support, tune
 from baracuda.core.packing import unpack_int4
-from baracuda.core.problem import Problem
 
 pytest.importorskip("triton")
 pytest.importorskip("baracuda._host", reason="the compiled module is missing")
@@ -25,14 +23,7 @@ GIVEN, MADE, FLOAT = QuantizeKind.SMOOTHQUANT_LINEAR, QuantizeKind.QUANTIZED_LIN
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
-    return Launched(fake, monkeypatch, processors=1)
-
-
-def problem(op: QuantizeKind, m: int, n: int, k: int, weight: str, group: int = 0, element: str = "bf16") -> Problem:
-    p = Problem(op, (m, n, k), ElementKind.of(element), ElementKind.S8, -128, 127, weight=ElementKind.of(weight))
-    return replace(p, weight_group=group)
+    return Launched.afresh(monkeypatch, tmp_path_factory, 1)
 
 
 #: M, N, K, group, element: one tile and several, K of a few steps and one that ends within one, every piece.
@@ -49,7 +40,7 @@ PACKED = [
 def test_a_packed_weight_has_the_bits_of_the_reference(
     launched: Launched, op: QuantizeKind, m: int, n: int, k: int, group: int, element: str
 ) -> None:
-    names = assert_reference_bits(launched, problem(op, m, n, k, "s4", group, element))
+    names = assert_reference_bits(launched, linear(op, m, n, k, "s4", group, element))
     assert names[-1] == "gemm_packed"
 
 
@@ -58,7 +49,7 @@ def test_a_packed_weight_has_the_bits_of_the_reference(
 def test_a_whole_weight_has_the_bits_of_the_reference(
     launched: Launched, op: QuantizeKind, m: int, n: int, k: int, element: str
 ) -> None:
-    names = assert_reference_bits(launched, problem(op, m, n, k, "s8", 0, element))
+    names = assert_reference_bits(launched, linear(op, m, n, k, "s8", 0, element))
     assert names[-1] == "gemm"
 
 
@@ -69,7 +60,7 @@ def test_parts_of_k_add_up_to_the_bits_of_the_reference(
     """By a second kernel, or in the program that has them all, which keeps the sums of the parts before in memory."""
     tile = replace(tune.packed(100, 136, 640, 2, 1), split=split, apart=apart)
     monkeypatch.setattr(tune, "packed", lambda *_: tile)
-    names = assert_reference_bits(launched, problem(GIVEN, 100, 136, 640, "s4", 128))
+    names = assert_reference_bits(launched, linear(GIVEN, 100, 136, 640, "s4", 128))
     assert names == ["gemm_packed", "sum_parts"][: 1 + apart]
 
 
@@ -77,7 +68,7 @@ def test_parts_of_k_add_up_to_the_bits_of_the_reference(
 @pytest.mark.parametrize("nonlinearity", [Activation.NONE, Activation.GELU], ids=lambda a: a.value)
 def test_every_end_has_the_bits_of_the_reference(launched: Launched, scale: str, nonlinearity: Activation) -> None:
     """Scales that come ahead of their piece, beside a bias and a residual that do not."""
-    p = replace(problem(GIVEN, 300, 136, 256, "s4", 128), nonlinearity=nonlinearity)
+    p = replace(linear(GIVEN, 300, 136, 256, "s4", 128), nonlinearity=nonlinearity)
     generator = torch.Generator().manual_seed(1)
     bias, residual = (torch.randn(size, generator=generator).bfloat16() for size in ((136,), (300, 136)))
     assert assert_reference_bits(launched, p, scale, bias=bias, residual=residual) == ["gemm_packed"]
@@ -96,7 +87,7 @@ def test_a_row_of_a_weight_only_linear_has_the_bits_that_it_has_among_few(
     for m, kernel in ((16, "gemm_few_floats"), (300, "gemm_packed")):
         out = torch.full((m, n), 77.0).bfloat16()
         values = (x[:m].clone(), weight, scales, None, None, None, out)
-        assert interpreted(launched, problem(FLOAT, m, n, k, "s4", group), values) == [kernel]
+        assert interpreted(launched, linear(FLOAT, m, n, k, "s4", group), values) == [kernel]
         made[m] = out.view(torch.int16)
     assert torch.equal(made[300][:16], made[16])
     exact = x.double() @ dequantized(weight, scales, k).T

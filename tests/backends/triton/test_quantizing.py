@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import build
 from launched import GPU, Launched, assert_reference_bits
 from ptxas import assembled
 
@@ -29,9 +28,7 @@ SHARED = 228 * 1024
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    fake = build(tmp_path_factory)
-    fake.set(0, 0, 0)
-    return Launched(fake, monkeypatch, processors=1)
+    return Launched.afresh(monkeypatch, tmp_path_factory, 1)
 
 
 def problem(m: int, n: int, k: int, weight: str = "s8", group: int = 0, element: str = "bf16") -> Problem:

@@ -183,20 +183,21 @@ def test_steps_that_are_not_compiled_are_checked_as_ever(
 
 
 def test_processes_that_step_together_are_checked_as_ever(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = decoding._sampling(lambda self, *args, **kwargs: decoding._deferring.on)
+    asked = decoding._sampling(lambda self, *args, **kwargs: decoding._loop.late)
     monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
     assert asked(model, generation_config=model.generation_config) is True
     assert asked(model, generation_config=model.generation_config, synced_gpus=True) is False
-    assert decoding._deferring.on is False
+    assert decoding._loop.late is False
 
 
-def test_an_error_inside_leaves_the_thread_as_it_was(model: Any) -> None:
-    def fails(self: Any) -> None:
-        raise ValueError("stop")
+def test_an_error_inside_leaves_the_thread_as_it_was(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Any, **options: Any) -> None:
+        raise ValueError(f"late: {decoding._loop.late}")
 
-    with pytest.raises(ValueError, match="stop"):
-        decoding._sampling(fails)(model)
-    assert decoding._deferring.on is False
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *args: True)
+    with pytest.raises(ValueError, match="late: True"):
+        decoding._sampling(fails)(model, generation_config=model.generation_config)
+    assert decoding._loop.late is False
 
 
 def test_it_is_installed_once() -> None:

@@ -1,10 +1,10 @@
 """Compiled decoding on a GPU: the host looks a step late whether a text has ended, and waits for no token.
 
-`generate` asks the device after each token, and prepares the next step only when it has the answer. To prepare it, to
-check compiled code and to send its graph takes a millisecond or more: half of what a GPU takes for a step of integers.
+`generate` asks the device after each token, and prepares the next step only when it has the answer. Preparing a step,
+checking compiled code and sending its graph take a millisecond or more; a step of integer linears takes the device two.
 transformers can look a step late, which costs one step that it then undoes, but does so on Apple's devices alone. Here
 it does so for models with linears of ours on CUDA devices, where it compiles the step. The tokens are the same; a
-streamer has each a step later. Steps that are not compiled keep the host busy for longer than the device.
+streamer has each a step later. A step that is not compiled takes the host longer than the device, so it is left alone.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import nn
 from ...nn.siblings import Sibling
 from .takeover import VARIABLE
 
-#: Of a float model that is to decode in the same way, to be measured beside a quantized one.
-MARK = "_baracuda_decoding"
+#: Marks a float model that is to look late, too, so that it can be measured beside a quantized one.
+MARK = "_baracuda_looks_late"
 _DEVICES = frozenset({"cuda"})
-#: The device of which transformers' check says whether it may be late, all else being as it is.
-_THEIRS = torch.device("mps")
+#: Where transformers looks late by itself.
+_APPLE = torch.device("mps")
 
 
-class _Deferring(local):
-    """Whether the thread is in the decoding loop of such a model."""
+class _Loop(local):
+    """Whether the thread is in a decoding loop that looks late."""
 
-    on = False
+    late = False
 
 
-_deferring = _Deferring()
+_loop = _Loop()
 
 
 def install() -> None:
@@ -50,7 +50,7 @@ def install() -> None:
         check.is_supported = staticmethod(_supporting(check.is_supported))
 
 
-def is_deferred(model: nn.Module) -> bool:
+def looks_late(model: nn.Module) -> bool:
     """Whether the model has linears of ours, or is marked; and nobody has asked to leave transformers alone."""
     if os.environ.get(VARIABLE, "1") == "0":
         return False
@@ -62,8 +62,8 @@ def _sampling(theirs: Callable[..., Any]) -> Callable[..., Any]:
     def sample(self: Any, *args: Any, **kwargs: Any) -> Any:
         settings = kwargs.get("generation_config")
         # Where several processes step together, all of them must see the end in the same step.
-        late = settings is not None and not kwargs.get("synced_gpus") and is_deferred(self)
-        with _decoding(late and self._valid_auto_compile_criteria(kwargs, settings)):
+        late = settings is not None and not kwargs.get("synced_gpus") and looks_late(self)
+        with _looking(late and self._valid_auto_compile_criteria(kwargs, settings)):
             return theirs(self, *args, **kwargs)
 
     sample.__dict__["theirs"] = theirs
@@ -73,16 +73,17 @@ def _sampling(theirs: Callable[..., Any]) -> Callable[..., Any]:
 def _supporting(theirs: Callable[..., bool]) -> Callable[..., bool]:
     @functools.wraps(theirs)
     def is_supported(device: torch.device, *args: Any, **kwargs: Any) -> bool:
-        late = _deferring.on and device.type in _DEVICES
-        return theirs(_THEIRS if late else device, *args, **kwargs)
+        """What transformers says of Apple's devices, where the loop looks late: the cache must allow it, for one."""
+        late = _loop.late and device.type in _DEVICES
+        return theirs(_APPLE if late else device, *args, **kwargs)
 
     return is_supported
 
 
 @contextmanager
-def _decoding(deferring: bool) -> Iterator[None]:
-    before, _deferring.on = _deferring.on, deferring
+def _looking(late: bool) -> Iterator[None]:
+    before, _loop.late = _loop.late, late
     try:
         yield
     finally:
-        _deferring.on = before
+        _loop.late = before

@@ -279,10 +279,12 @@ def consume(
                 keep(settled(total, rings, done), earlier, kept_ptr, PIECE)
         total = products(rings, done, count, WHICH, TILE)
         done += count
-        # What a piece needs is read before it is its turn: no load is moved over the copy of the piece before.
-        like = pieces_of(no_sums(rings, TILE), PIECE)[0]
-        scale = read_token_scale(rows_of(like, 0, m * BM), work.M, terms, None, KINDS)
-        weight_scale = read_weight_scale(columns_of(like, column), work.N, terms, KINDS)
+        if not TILE.apart:
+            # The first piece's scales come while the last product is under way, later ones a piece ahead: no load is
+            # moved over the copy of the piece before.
+            like = pieces_of(no_sums(rings, TILE), PIECE)[0]
+            scale = read_token_scale(rows_of(like, 0, m * BM), work.M, terms, None, KINDS)
+            weight_scale = read_weight_scale(columns_of(like, column), work.N, terms, KINDS)
         pieces = pieces_of(settled(total, rings, done), PIECE)
         if TILE.apart:
             for i in gl.static_range(BM // PIECE):
